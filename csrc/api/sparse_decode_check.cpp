@@ -1,0 +1,198 @@
+// Every refusal of sparse_decode_fwd that does not depend on the device, and the choice of the plan.
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cmath>
+#include <sstream>
+#include <string>
+
+#include "api/sparse_decode.h"
+#include "kv_format.h"
+
+namespace flash_mla {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// Arguments by the operator's name and, where it differs, that of flash_mla_with_kvcache.
+constexpr const char* kQ = "q";
+constexpr const char* kKv = "kv (k_cache)";
+constexpr const char* kExtraKv = "extra_kv (extra_k_cache)";
+constexpr const char* kIndices = "indices";
+constexpr const char* kExtraIndices = "extra_indices (extra_indices_in_kvcache)";
+constexpr const char* kOut = "out_ (out)";
+
+std::string describe(const Tensor& t) {
+    std::ostringstream s;
+    s << torch::headeronly::toString(t.scalar_type()) << " [";
+    for (int64_t i = 0; i < t.dim(); ++i) s << (i ? ", " : "") << t.size(i);
+    s << "] with strides [";
+    for (int64_t i = 0; i < t.dim(); ++i) s << (i ? ", " : "") << t.stride(i);
+    s << "]";
+    return s.str();
+}
+
+[[noreturn]] void refuse(const std::string& argument, const std::string& got, const std::string& takes) {
+    throw std::runtime_error("flash_mla: " + argument + ": got " + got + "; takes " + takes);
+}
+
+void require(bool ok, const char* argument, const Tensor& got, const std::string& takes) {
+    if (!ok) refuse(argument, describe(got), takes);
+}
+
+void check_device(const Tensor& t, const char* argument, const Tensor& q) {
+    const auto a = t.device(), b = q.device();
+    if (a.type() != b.type() || a.index() != b.index()) {
+        auto name = [](const auto& d) {
+            std::ostringstream s;
+            s << "device type " << static_cast<int>(d.type()) << " index " << static_cast<int>(d.index())
+              << (d.type() == torch::headeronly::DeviceType::CPU ? " (cpu)" : "");
+            return s.str();
+        };
+        refuse(argument, "a tensor on " + name(a), "the device of q, " + name(b));
+    }
+}
+
+bool is_last_dim_contiguous(const Tensor& t) { return t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1; }
+
+std::string number(int64_t n) { return std::to_string(n); }
+
+void check_q(const SparseDecodeArguments& a) {
+    const std::string takes = "bfloat16 [b, s_q, h_q, d_qk] with a contiguous last dim, h_q 1..128, d_qk 512 (V4) or 576 (V3.2)";
+    require(a.q.dim() == 4 && a.q.scalar_type() == ScalarType::BFloat16, kQ, a.q, takes);
+    require(a.h_q() >= 1 && a.h_q() <= 128, kQ, a.q, takes);
+    require(a.d_qk() == V4Record::kDimQK || a.d_qk() == V32Record::kDimQK, kQ, a.q, takes);
+    require(is_last_dim_contiguous(a.q), kQ, a.q, takes);
+    constexpr int64_t kMaxTokens = int64_t{1} << 26;   // tokens * splits is the grid's x
+    require(a.batch() < kMaxTokens && a.s_q() < kMaxTokens && a.tokens() < kMaxTokens, kQ, a.q, "fewer than 2^26 tokens (b * s_q)");
+}
+
+void check_cache(const SparseDecodeArguments& a, const Tensor& kv, const char* argument) {
+    check_device(kv, argument, a.q);
+    const auto dtype = kv.scalar_type();
+    require(kv.dim() == 4, argument, kv, "[num_blocks, page_block_size, 1, bytes per token]");
+    require(dtype == ScalarType::Byte || dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn, argument, kv,
+            "uint8, int8 or float8_e4m3fn");
+    require(kv.size(2) == 1, argument, kv, "[num_blocks, page_block_size, 1, bytes per token]: one KV head");
+    const int64_t bytes = kv.size(3), page = kv.size(1);
+    const int64_t expected = a.d_qk() == V4Record::kDimQK ? V4Record::kBytesPerToken : V32Record::kBytesPerToken;
+    if (bytes != expected) {
+        std::string why;
+        if (bytes == 528) why = " (528 is the V4.1 record, which has no SM90 kernel here yet)";
+        if (bytes == 288) why = " (288 is the V4.1 fp4 record, which has no SM90 kernel here yet)";
+        if (bytes == 352) why = " (352 is the NVFP4 record, which FlashMLA reads on SM100 only)";
+        refuse(argument, describe(kv) + why, number(expected) + " bytes per token for q's d_qk = " + number(a.d_qk()));
+    }
+    require(page >= 1 && page * bytes < (int64_t{1} << 31), argument, kv, "page_block_size from 1 to 2^31 bytes a block");
+    require(is_last_dim_contiguous(kv) && (page == 1 || kv.stride(1) == bytes), argument, kv,
+            "tokens that follow each other without gaps within a block: stride(1) = " + number(bytes) + ", stride(3) = 1");
+    const int64_t block_bytes = page * bytes;
+    require(kv.size(0) <= 1 || (kv.stride(0) >= block_bytes && kv.stride(0) % kRowAlign == 0), argument, kv,
+            "a block stride (stride(0)) that is a multiple of 16 bytes and at least a block, " + number(block_bytes) + " bytes" +
+                (expected == V4Record::kBytesPerToken ? " (callers round it up to a multiple of 576)" : ""));
+    require(reinterpret_cast<uintptr_t>(kv.const_data_ptr()) % kRowAlign == 0, argument, kv, "data that starts at a multiple of 16 bytes");
+}
+
+void check_indices(const SparseDecodeArguments& a, const Tensor& indices, const char* argument) {
+    check_device(indices, argument, a.q);
+    const std::string takes = "int32 [" + number(a.batch()) + ", " + number(a.s_q()) + ", topk] (b and s_q of q) with a contiguous last dim";
+    require(indices.scalar_type() == ScalarType::Int && indices.dim() == 3, argument, indices, takes);
+    require(indices.size(0) == a.batch() && indices.size(1) == a.s_q(), argument, indices, takes);
+    require(is_last_dim_contiguous(indices), argument, indices, takes);
+    require(indices.size(2) < (int64_t{1} << 30), argument, indices, "topk below 2^30");
+}
+
+void check_vector(const SparseDecodeArguments& a, const OptionalTensor& t, const char* argument, ScalarType dtype,
+                  const char* dtype_name, int64_t size, const char* size_name) {
+    if (!t) return;
+    check_device(*t, argument, a.q);
+    const std::string takes = std::string(dtype_name) + " [" + number(size) + "] (" + size_name + " of q), contiguous";
+    require(t->scalar_type() == dtype && t->dim() == 1 && t->size(0) == size, argument, *t, takes);
+    require(is_last_dim_contiguous(*t), argument, *t, takes);
+}
+
+void check_out(const SparseDecodeArguments& a) {
+    if (!a.out) return;
+    const Tensor& out = *a.out;
+    check_device(out, kOut, a.q);
+    const std::string takes = "bfloat16 [" + number(a.batch()) + ", " + number(a.s_q()) + ", " + number(a.h_q()) +
+                              ", 512] with a contiguous last dim and rows that do not overlap";
+    require(out.scalar_type() == ScalarType::BFloat16 && out.dim() == 4, kOut, out, takes);
+    bool ok = out.size(3) == a.d_v && is_last_dim_contiguous(out);
+    for (int i = 0; i < 3; ++i) {
+        ok = ok && out.size(i) == a.q.size(i) && (out.size(i) <= 1 || std::abs(out.stride(i)) >= a.d_v);
+    }
+    require(ok, kOut, out, takes);
+}
+
+void check_forced_plan(const SparseDecodeArguments& a) {
+    if (!a.tile_scheduler_metadata) return;
+    const Tensor& t = *a.tile_scheduler_metadata;
+    const std::string takes =
+        "None, or a forced plan: a contiguous int32 CPU tensor [head_tile = 16, splits = 1.." + number(kMaxSplits) +
+        ", block_keys = 32 or 64]";
+    require(t.is_cpu() && t.scalar_type() == ScalarType::Int && t.dim() == 1 && t.size(0) == 3 && is_last_dim_contiguous(t),
+            "tile_scheduler_metadata", t, takes);
+    const auto* v = static_cast<const int32_t*>(t.const_data_ptr());
+    if (v[0] != 16 || v[1] < 1 || v[1] > kMaxSplits || (v[2] != 32 && v[2] != 64)) {
+        refuse("tile_scheduler_metadata", "[" + number(v[0]) + ", " + number(v[1]) + ", " + number(v[2]) + "]", takes);
+    }
+    if (a.enable_batch_invariant && v[1] != 1) {
+        refuse("tile_scheduler_metadata", number(v[1]) + " splits", "1 split when enable_batch_invariant is set");
+    }
+}
+
+}  // namespace
+
+RecordKind check_arguments(const SparseDecodeArguments& a) {
+    check_q(a);
+    if (a.d_v != V4Record::kDimV) refuse("d_v (head_dim_v)", number(a.d_v), "512");
+    if (!std::isfinite(a.sm_scale)) refuse("sm_scale (softmax_scale)", std::to_string(a.sm_scale), "a finite number");
+    check_cache(a, a.kv, kKv);
+    check_indices(a, a.indices, kIndices);
+    check_vector(a, a.topk_length, "topk_length", ScalarType::Int, "int32", a.batch(), "b");
+    check_vector(a, a.attn_sink, "attn_sink", ScalarType::Float, "float32", a.h_q(), "h_q");
+    if (a.extra_kv.has_value() != a.extra_indices.has_value()) {
+        refuse(a.extra_kv ? kExtraIndices : kExtraKv, "None", std::string("a tensor when ") + (a.extra_kv ? kExtraKv : kExtraIndices) + " is given");
+    }
+    if (a.extra_kv) {
+        check_cache(a, *a.extra_kv, kExtraKv);
+        check_indices(a, *a.extra_indices, kExtraIndices);
+    } else if (a.extra_topk_length) {
+        refuse("extra_topk_length", "a tensor", std::string("None when ") + kExtraKv + " is None");
+    }
+    check_vector(a, a.extra_topk_length, "extra_topk_length", ScalarType::Int, "int32", a.batch(), "b");
+    check_out(a);
+    check_forced_plan(a);
+    return a.d_qk() == V4Record::kDimQK ? RecordKind::kV4 : RecordKind::kV32;
+}
+
+Plan choose_plan(const SparseDecodeArguments& a, int num_sms) {
+    if (a.tile_scheduler_metadata) {
+        const auto* v = static_cast<const int32_t*>(a.tile_scheduler_metadata->const_data_ptr());
+        return {v[0], v[1], v[2]};
+    }
+    // One split, and nothing that depends on the other tokens of the call.
+    if (a.enable_batch_invariant) return {16, 1, 64};
+    return make_plan(a.tokens(), a.width(), static_cast<int>(a.h_q()), num_sms);
+}
+
+void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor topk_length, OptionalTensor attn_sink,
+                         OptionalTensor tile_scheduler_metadata, OptionalTensor, OptionalTensor extra_kv,
+                         OptionalTensor extra_indices, OptionalTensor extra_topk_length, int64_t d_v, double sm_scale,
+                         OptionalTensor out, bool enable_batch_invariant) {
+    check_arguments({q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, extra_kv, extra_indices,
+                     extra_topk_length, out, d_v, sm_scale, enable_batch_invariant});
+}
+
+std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms) {
+    if (tokens < 0) refuse("tokens", number(tokens), "0 or more");
+    if (width < 0) refuse("width", number(width), "0 or more");
+    if (heads < 1 || heads > 128) refuse("heads", number(heads), "1..128");
+    if (num_sms < 1 || num_sms > 4096) refuse("num_sms", number(num_sms), "1..4096");
+    const Plan p = make_plan(tokens, width, static_cast<int>(heads), static_cast<int>(num_sms));
+    return {p.head_tile, p.splits, p.block_keys};
+}
+
+}  // namespace flash_mla

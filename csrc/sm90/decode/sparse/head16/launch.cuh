@@ -1,0 +1,44 @@
+#pragma once
+#include <atomic>
+
+#include "sm90/decode/sparse/head16/kernel.cuh"
+#include "sm90/decode/sparse/head16/launch.h"
+
+namespace flash_mla::sm90::head16 {
+
+// Function attributes belong to a device, so they are set once for each; setting them twice in a race is harmless.
+template <class C>
+cudaError_t set_attributes_once() {
+    constexpr int kMaxDevices = 64;
+    static std::atomic<bool> done[kMaxDevices];
+    int device = 0;
+    if (cudaError_t e = cudaGetDevice(&device)) return e;
+    if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return cudaSuccess;
+    const void* kernel = reinterpret_cast<const void*>(&sparse_decode_kernel<C>);
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes)) return e;
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+    if (device < kMaxDevices) done[device].store(true, std::memory_order_release);
+    return cudaSuccess;
+}
+
+template <class Record, int kHeadGroups, int kKeyGroups>
+cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
+    using C = Config<Record, kHeadGroups, kKeyGroups>;
+    if (cudaError_t e = set_attributes_once<C>()) return e;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
+    // Programmatic dependent launch: the CTAs take their places while the kernel before drains.
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(tokens * p.splits), (p.h_q + C::kHeads - 1) / C::kHeads, 1);
+    config.blockDim = dim3(C::kThreads, 1, 1);
+    config.dynamicSmemBytes = C::kSharedBytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, sparse_decode_kernel<C>, p);
+}
+
+}  // namespace flash_mla::sm90::head16

@@ -1,0 +1,1 @@
+"""Build machinery: used by setup.py, the Makefile and CI; not part of the installed package."""

@@ -1,0 +1,136 @@
+"""The operators' implementations that are written in Python: CPU tensors, tracing, refusals.
+
+The library defines the schemas and serves CUDA tensors. Everything here is for namespace
+``flash_mla`` alone; the library that is built for vLLM does without.
+
+Tracing. FlashMLA's schema of ``sparse_decode_fwd`` returns its arguments (``Tensor(c!)? out_`` comes
+back as the first result, the scheduler tensors as the last two). Eager PyTorch does not mind, but
+functionalization, a step of ``torch.compile`` and ``torch.export``, refuses a custom operator whose
+results alias its arguments, whatever its fake implementation does. So while tracing, the operator is
+decomposed: ``sparse_decode_out`` does the work, writes into a tensor that is always given and returns
+only what is new, which PyTorch functionalizes by itself; passing the arguments back is left to
+Python. A CompositeImplicitAutograd kernel is exactly such a decomposition. The dispatcher prefers
+the kernels registered for CPU and CUDA, so calls outside of a trace never see it.
+"""
+
+from typing import NoReturn, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from flash_mla import reference
+from flash_mla._library import HAS_KERNELS, ops
+
+# The arguments of sparse_decode_fwd up to sm_scale, then the one that is written.
+_SPARSE_DECODE_OUT = (
+    "sparse_decode_out(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
+    "Tensor? tile_scheduler_metadata, Tensor? num_splits, "
+    "Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_topk_length, "
+    "int d_v, float sm_scale, Tensor(a!) out_, bool enable_batch_invariant) -> Tensor"
+)
+
+SparseDecodeResult = Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]
+
+
+def _sparse_decode_on_cpu(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Optional[Tensor],
+    attn_sink: Optional[Tensor],
+    tile_scheduler_metadata: Optional[Tensor],
+    num_splits: Optional[Tensor],
+    extra_kv: Optional[Tensor],
+    extra_indices: Optional[Tensor],
+    extra_topk_length: Optional[Tensor],
+    d_v: int,
+    sm_scale: float,
+    out_: Optional[Tensor] = None,
+    enable_batch_invariant: bool = False,
+) -> SparseDecodeResult:
+    """The reference, behind the same checks that the CUDA operator makes."""
+    ops.sparse_decode_check(
+        q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits,
+        extra_kv, extra_indices, extra_topk_length, d_v, sm_scale, out_, enable_batch_invariant,
+    )  # fmt: skip
+    out, lse = reference.sparse_decode(
+        q,
+        kv,
+        indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        extra_kv=extra_kv,
+        extra_indices=extra_indices,
+        extra_topk_length=extra_topk_length,
+        d_v=d_v,
+        sm_scale=sm_scale,
+        out=out_,
+    )
+    return out, lse, tile_scheduler_metadata, num_splits
+
+
+def _sparse_decode_traced(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Optional[Tensor],
+    attn_sink: Optional[Tensor],
+    tile_scheduler_metadata: Optional[Tensor],
+    num_splits: Optional[Tensor],
+    extra_kv: Optional[Tensor],
+    extra_indices: Optional[Tensor],
+    extra_topk_length: Optional[Tensor],
+    d_v: int,
+    sm_scale: float,
+    out_: Optional[Tensor] = None,
+    enable_batch_invariant: bool = False,
+) -> SparseDecodeResult:
+    """``sparse_decode_fwd`` in terms of ``sparse_decode_out``."""
+    if out_ is None:
+        out_ = q.new_empty(*q.shape[:-1], d_v)
+    lse = ops.sparse_decode_out(
+        q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits,
+        extra_kv, extra_indices, extra_topk_length, d_v, sm_scale, out_, enable_batch_invariant,
+    )  # fmt: skip
+    return out_, lse, tile_scheduler_metadata, num_splits
+
+
+def _sparse_decode_out(*arguments) -> Tensor:
+    """What a traced graph runs: back to the kernel of the tensors' device."""
+    return ops.sparse_decode_fwd(*arguments)[1]
+
+
+def _sparse_decode_out_fake(q: Tensor, *arguments) -> Tensor:
+    b, s_q, h_q, _ = q.shape
+    return q.new_empty(b, h_q, s_q, dtype=torch.float32)
+
+
+def _without_kernels(q: Tensor, *arguments, **keywords) -> NoReturn:
+    raise RuntimeError(
+        f"q: got a tensor on {q.device}, but this flash_mla was built without GPU kernels, because "
+        "its build found no nvcc; takes CPU tensors, or a build with CUDA 12.3 or later installed"
+    )
+
+
+def _missing(what: str):
+    def refuse(*arguments, **keywords) -> NoReturn:
+        raise NotImplementedError(
+            f"{what} is not implemented in flash_mla for Hopper; DeepSeek's FlashMLA has it "
+            "(https://github.com/deepseek-ai/FlashMLA)"
+        )
+
+    return refuse
+
+
+# Registrations last as long as this object does.
+_library = torch.library.Library("flash_mla", "FRAGMENT")
+_library.impl("sparse_decode_fwd", _sparse_decode_on_cpu, "CPU")
+_library.impl("sparse_decode_fwd", _sparse_decode_traced, "CompositeImplicitAutograd")
+if not HAS_KERNELS:
+    _library.impl("sparse_decode_fwd", _without_kernels, "CUDA")
+_library.define(_SPARSE_DECODE_OUT)
+_library.impl("sparse_decode_out", _sparse_decode_out, "CPU")
+_library.impl("sparse_decode_out", _sparse_decode_out, "CUDA")
+torch.library.register_fake("flash_mla::sparse_decode_out", _sparse_decode_out_fake, lib=_library)
+_library.impl("dense_decode_fwd", _missing("dense decode"), "CompositeExplicitAutograd")
+_library.impl("sparse_prefill_fwd", _missing("sparse prefill"), "CompositeExplicitAutograd")

@@ -1,0 +1,51 @@
+"""A small subset of calls to run under compute-sanitizer (see benchmark/sanitize.sh). No pytest.
+
+Inputs are made, and results compared, on the CPU: the only GPU kernels are the ones to check. Run
+with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and an
+access behind its end is seen.
+"""
+
+import itertools
+import sys
+import time
+
+from flash_mla import FlashMLASchedMeta
+from flash_mla.kv_cache import V4, V32
+from flash_mla.testing import assert_close_flashmla, make_case, poison_unused
+
+SPLITS = (1, 3, 8, 16)
+BLOCK_KEYS = (32, 64)
+
+
+def cases():
+    for record, h_q in itertools.product((V4, V32), (5, 8, 20)):
+        yield make_case(2, 1, h_q, 100, record=record, num_blocks=4)
+        yield make_case(
+            3, 2, h_q, 130, 65, record=record, page=3, extra_page=64, sinks=True,
+            lengths=[130, 0, 77], extra_lengths=[0, 0, 65], invalid_fraction=0.2,
+        )  # fmt: skip
+
+
+def main() -> None:
+    start, calls = time.monotonic(), 0
+    for case in cases():
+        poison_unused(case)
+        reference = case.reference()
+        on_gpu = case.to("cuda")
+        for splits, block_keys in itertools.product(SPLITS, BLOCK_KEYS):
+            plan = FlashMLASchedMeta().force_plan(
+                head_tile=16, splits=splits, block_keys=block_keys
+            )
+            out, lse = on_gpu.run(plan)
+            assert_close_flashmla(out.cpu(), lse.cpu(), *reference)
+            calls += 1
+        print(
+            f"{case.record.name}, {case.q.shape[2]} heads: {calls} calls, "
+            f"{time.monotonic() - start:.0f} s",
+            file=sys.stderr,
+        )
+    print(f"{calls} calls agree with the reference")
+
+
+if __name__ == "__main__":
+    main()

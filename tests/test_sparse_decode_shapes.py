@@ -1,0 +1,130 @@
+"""Tokens per request, strided tensors, outputs given by the caller, and batches of nothing."""
+
+import pytest
+import torch
+
+from flash_mla.testing import assert_close_flashmla, make_case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("s_q", [1, 2, 3, 5])
+@pytest.mark.parametrize("b", [1, 7])
+def test_tokens_per_request(record, s_q, b, device):
+    make_case(b, s_q, 8, 100, 60, record=record, device=device, lengths="random").check()
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 300])
+def test_vllm_shape_of_v32(record, tokens, device):
+    """b = 1 and s_q = tokens: one length for all of them."""
+    make_case(1, tokens, 8, 128, record=record, device=device, lengths=[100]).check()
+
+
+@pytest.mark.parametrize("b, s_q", [(0, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize("extra_topk", [0, 8])
+def test_no_tokens(record, b, s_q, extra_topk, device):
+    out, lse = make_case(b, s_q, 8, 16, extra_topk, record=record, device=device).run()
+    assert out.shape == (b, s_q, 8, 512) and out.dtype == torch.bfloat16
+    assert lse.shape == (b, 8, s_q) and lse.dtype == torch.float32
+
+
+# ---- Strides -------------------------------------------------------------------------------------
+
+
+def padded(tensor, before, after, fill):
+    """The same values as a slice of a larger tensor; before, after: elements per dimension."""
+    shape = [n + x + y for n, x, y in zip(tensor.shape, before, after)]
+    buffer = torch.full(shape, fill, dtype=tensor.dtype, device=tensor.device)
+    view = buffer[tuple(slice(x, x + n) for n, x in zip(tensor.shape, before))]
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((1, 1, 8, 0), (1, 2, 48, 0)),  # a slice of heads
+        ((0, 0, 0, 64), (0, 0, 0, 64)),  # a slice of dims
+        ((0, 0, 1, 1), (0, 0, 0, 2)),  # rows at odd addresses
+    ],
+)
+def test_strided_q(record, before, after, device):
+    case = make_case(3, 2, 8, 100, record=record, device=device)
+    expected = case.run()
+    got = case.replace(q=padded(case.q, before, after, torch.nan)).run()
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_transposed_q(record, device):
+    """Heads outermost, and a batch that repeats one request by a stride of 0."""
+    case = make_case(3, 2, 8, 100, record=record, device=device)
+    expected = case.run()
+    heads_first = case.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
+    got = case.replace(q=heads_first).run()
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    case.replace(q=case.q[:1].expand(3, -1, -1, -1)).check()
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_strided_indices(record, start, device):
+    """Slices of wider index tensors, whose rows begin at any multiple of 4 bytes."""
+    case = make_case(3, 2, 8, 100, 61, record=record, device=device)
+    expected = case.run()
+    got = case.replace(
+        indices=padded(case.indices, (1, 0, start), (0, 1, 3), 10**9),
+        extra_indices=padded(case.extra_indices, (0, 1, start), (0, 0, 2), -7),
+    ).run()
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+# ---- Outputs given by the caller -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h_q", [1, 8, 20])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((0, 0, 0, 0), (0, 0, 0, 0)),  # contiguous
+        ((0, 0, 0, 0), (0, 0, 56, 0)),  # buffer[:, :, :8]
+        ((1, 1, 3, 64), (1, 1, 2, 64)),  # a slice in every dimension
+        ((0, 0, 1, 1), (0, 0, 0, 2)),  # rows at odd addresses
+    ],
+)
+def test_out_is_written_and_nothing_around_it(record, h_q, before, after, device):
+    case = make_case(3, 2, h_q, 100, 40, record=record, device=device)
+    expected, expected_lse = case.run()
+    out = padded(torch.empty_like(expected), before, after, 7.0)
+    out.fill_(-3.0)
+    returned, lse = case.run(out=out)
+    assert returned.data_ptr() == out.data_ptr() and returned.stride() == out.stride()
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    out.fill_(7.0)
+    buffer = torch.empty(0, dtype=out.dtype, device=device).set_(out.untyped_storage())
+    assert (buffer == 7.0).all()
+
+
+def test_transposed_out(record, device):
+    case = make_case(3, 2, 8, 100, record=record, device=device)
+    out = torch.empty(8, 2, 3, 512, dtype=torch.bfloat16, device=device).permute(2, 1, 0, 3)
+    _, lse = case.run(out=out)
+    assert_close_flashmla(out, lse, *case.reference())
+
+
+def test_empty_rows_are_written_too(record, device):
+    """Whatever the buffer held, a row without keys becomes 0."""
+    case = make_case(3, 1, 8, 64, record=record, device=device, lengths=[0, 64, 0])
+    out = torch.full((3, 1, 8, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    assert_close_flashmla(*case.run(out=out), *case.reference())
+
+
+def test_one_sched_meta_for_several_layers(record, device):
+    """Same shapes, other tensors: the plan of the first call serves them all."""
+    import flash_mla
+
+    meta, _ = flash_mla.get_mla_metadata()
+    assert meta.plan is None
+    plans = set()
+    for seed in range(3):
+        make_case(2, 1, 8, 128, 64, record=record, device=device, seed=seed).check(meta)
+        plans.add(str(meta.plan))
+    assert len(plans) == 1

@@ -40,7 +40,7 @@ vllm-lib: $(READY)
 demo: build
 	PYTHONPATH=. $(PY) examples/demo.py $(ARGS)
 
-test: build
+test: build vllm-lib
 	$(PY) -m pytest $(ARGS)
 
 clean:

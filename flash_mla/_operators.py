@@ -112,12 +112,9 @@ def _without_kernels(q: Tensor, *arguments, **keywords) -> NoReturn:
     )
 
 
-def _missing(what: str):
+def _refusal(message: str):
     def refuse(*arguments, **keywords) -> NoReturn:
-        raise NotImplementedError(
-            f"{what} is not implemented in flash_mla for Hopper; DeepSeek's FlashMLA has it "
-            "(https://github.com/deepseek-ai/FlashMLA)"
-        )
+        raise NotImplementedError(message)
 
     return refuse
 
@@ -132,5 +129,7 @@ _library.define(_SPARSE_DECODE_OUT)
 _library.impl("sparse_decode_out", _sparse_decode_out, "CPU")
 _library.impl("sparse_decode_out", _sparse_decode_out, "CUDA")
 torch.library.register_fake("flash_mla::sparse_decode_out", _sparse_decode_out_fake, lib=_library)
-_library.impl("dense_decode_fwd", _missing("dense decode"), "CompositeExplicitAutograd")
-_library.impl("sparse_prefill_fwd", _missing("sparse prefill"), "CompositeExplicitAutograd")
+# FlashMLA's operators that this project does not have: name, message, name, message, ...
+_missing = iter(ops.missing_operators())
+for _name, _message in zip(_missing, _missing):
+    _library.impl(_name, _refusal(_message), "CompositeExplicitAutograd")

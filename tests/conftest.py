@@ -13,6 +13,7 @@ from typing import Optional
 import pytest
 import torch
 
+import flash_mla
 import gpu_results
 from flash_mla.kv_cache import V4, V32
 
@@ -29,9 +30,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU of compute capability 9.0")
-    config.addinivalue_line("markers", "multi_gpu: needs two of them (implies gpu)")
-    config.pluginmanager.register(_GpuOutcomes(config), "gpu-outcomes")
+    config.addinivalue_line("markers", "gpu: needs a GPU of compute capability 9.0 and the kernels")
+    config.addinivalue_line("markers", "multi_gpu: needs two such GPUs (implies gpu)")
+    if not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+        config.pluginmanager.register(_GpuOutcomes(config), "gpu-outcomes")
 
 
 # ---- Skipping ----------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ def sm90_gpus() -> int:
 
 def reason_to_skip(needed: int) -> Optional[str]:
     if sm90_gpus() >= needed:
-        return None
+        return None if flash_mla.HAS_KERNELS else "needs the kernels: the library was built without"
     if not torch.cuda.is_available():
         return f"needs {needed} SM90 GPU(s): torch {torch.__version__} sees no GPU"
     found = ", ".join(
@@ -60,6 +62,7 @@ def reason_to_skip(needed: int) -> Optional[str]:
     return f"needs {needed} SM90 GPU(s): found {found}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by the marker that is added here
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("multi_gpu"):

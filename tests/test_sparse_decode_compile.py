@@ -4,12 +4,15 @@ import pytest
 import torch
 
 import flash_mla
+from flash_mla.kv_cache import V4, V32
 from flash_mla.testing import make_case
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "record, backend", [(V4, "aot_eager"), (V32, "aot_eager"), (V4, "inductor")]
+)
 def test_compiled_function_gives_the_same_bits(record, backend, device):
     case = make_case(4, 1, 8, 128, 64, record=record, device=device, lengths="random", sinks=True)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import flash_mla
 from flash_mla.testing import assert_close_flashmla, make_case
 
 pytestmark = pytest.mark.gpu
@@ -18,6 +19,19 @@ def test_tokens_per_request(record, s_q, b, device):
 def test_vllm_shape_of_v32(record, tokens, device):
     """b = 1 and s_q = tokens: one length for all of them."""
     make_case(1, tokens, 8, 128, record=record, device=device, lengths=[100]).check()
+
+
+def test_q_and_out_beyond_4_gib(device):
+    """70,000 tokens of 128 heads: over 2^32 elements of q and of out, and more tokens than 2^16."""
+    tokens = 70_000
+    case = make_case(tokens, 1, 1, 3, device=device)
+    case = case.replace(q=case.q.repeat(1, 1, 128, 1))
+    meta = flash_mla.FlashMLASchedMeta().force_plan(splits=2, block_keys=32)
+    out, lse = case.run(meta)
+    for part in slice(0, 3), slice(32766, 32770), slice(65534, 65538), slice(tokens - 3, tokens):
+        names = ("q", "indices")
+        some = case.replace(**{name: getattr(case, name)[part] for name in names})
+        assert_close_flashmla(out[part], lse[part], *some.reference())
 
 
 @pytest.mark.parametrize("b, s_q", [(0, 1), (1, 0), (0, 0)])
@@ -119,8 +133,6 @@ def test_empty_rows_are_written_too(record, device):
 
 def test_one_sched_meta_for_several_layers(record, device):
     """Same shapes, other tensors: the plan of the first call serves them all."""
-    import flash_mla
-
     meta, _ = flash_mla.get_mla_metadata()
     assert meta.plan is None
     plans = set()

@@ -1,13 +1,11 @@
-// Registers the operators. FLASH_MLA_NAMESPACE is flash_mla for the package's own library, and _flashmla_C for the
-// one that takes the place of vLLM's: a process can register a namespace only once, and both may be in it.
+// Registers the operators under FLASH_MLA_NAMESPACE.
 #include <torch/csrc/stable/library.h>
 
+#include "api/missing.h"
+#include "api/namespace.h"
 #include "api/schemas.h"
 #include "api/sparse_decode.h"
 
-#ifndef FLASH_MLA_NAMESPACE
-#define FLASH_MLA_NAMESPACE flash_mla
-#endif
 // One more expansion, since the macros below paste their first argument.
 #define FLASH_MLA_LIBRARY(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 #define FLASH_MLA_LIBRARY_IMPL(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
@@ -18,15 +16,27 @@ FLASH_MLA_LIBRARY(FLASH_MLA_NAMESPACE, m) {
     m.def(flash_mla::schemas::kSparsePrefillFwd);
     m.def(flash_mla::schemas::kSparseDecodePlan);
     m.def(flash_mla::schemas::kSparseDecodeCheck);
+    m.def(flash_mla::schemas::kMissingOperators);
+    if (flash_mla::kForVllm) {
+        for (const char* schema : flash_mla::schemas::kOnlyForVllm) m.def(schema);
+    }
 }
 
 FLASH_MLA_LIBRARY_IMPL(FLASH_MLA_NAMESPACE, CompositeExplicitAutograd, m) {
     m.impl("sparse_decode_plan", TORCH_BOX(&flash_mla::sparse_decode_plan));
     m.impl("sparse_decode_check", TORCH_BOX(&flash_mla::sparse_decode_check));
+    m.impl("missing_operators", TORCH_BOX(&flash_mla::missing_operators));
 }
 
-#ifdef FLASH_MLA_WITH_KERNELS
-FLASH_MLA_LIBRARY_IMPL(FLASH_MLA_NAMESPACE, CUDA, m) {
-    m.impl("sparse_decode_fwd", TORCH_BOX(&flash_mla::sparse_decode_fwd));
+// The package implements these two in Python.
+FLASH_MLA_LIBRARY_IMPL(FLASH_MLA_NAMESPACE, CPU, m) {
+    if (flash_mla::kForVllm) m.impl("sparse_decode_fwd", TORCH_BOX(&flash_mla::sparse_decode_without_kernel));
 }
+
+FLASH_MLA_LIBRARY_IMPL(FLASH_MLA_NAMESPACE, CUDA, m) {
+#ifdef FLASH_MLA_WITH_KERNELS
+    m.impl("sparse_decode_fwd", TORCH_BOX(&flash_mla::sparse_decode_fwd));
+#else
+    if (flash_mla::kForVllm) m.impl("sparse_decode_fwd", TORCH_BOX(&flash_mla::sparse_decode_without_kernel));
 #endif
+}

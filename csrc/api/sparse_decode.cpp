@@ -48,17 +48,21 @@ int sm_count(int device) {
     return n;
 }
 
+// A stride that is never used may be anything; check_arguments has seen to the others.
+uint32_t stride32(const Tensor& t, int dim) { return t.size(dim) <= 1 ? 0 : static_cast<uint32_t>(t.stride(dim)); }
+
 KeySource key_source(const Tensor& kv, const Tensor& indices, const OptionalTensor& lengths) {
     KeySource s;
     const int64_t page = kv.size(1);
+    s.indices = static_cast<const int32_t*>(indices.const_data_ptr());
+    s.indices_stride_b = stride32(indices, 0);
+    s.indices_stride_s = stride32(indices, 1);
+    s.lengths = lengths ? static_cast<const int32_t*>(lengths->const_data_ptr()) : nullptr;
+    if (kv.size(0) == 0 || indices.size(2) == 0) return s;   // empty
     s.blocks = static_cast<const uint8_t*>(kv.const_data_ptr());
-    s.block_stride_bytes = kv.stride(0);
+    s.block_stride16 = kv.size(0) == 1 ? 0 : static_cast<uint32_t>(kv.stride(0) / 16);
     s.page = make_fast_divisor(static_cast<uint32_t>(page));
     s.num_slots = static_cast<uint32_t>(std::min<int64_t>(kv.size(0) * page, int64_t{1} << 31));
-    s.indices = static_cast<const int32_t*>(indices.const_data_ptr());
-    s.indices_stride_b = indices.stride(0);
-    s.indices_stride_s = indices.stride(1);
-    s.lengths = lengths ? static_cast<const int32_t*>(lengths->const_data_ptr()) : nullptr;
     s.width = static_cast<int32_t>(indices.size(2));
     s.groups = (s.width + kKeysPerGroup - 1) / kKeysPerGroup;
     return s;
@@ -74,15 +78,18 @@ bool rows_are_aligned(const Tensor& t, int64_t bytes) {
 SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan, const Tensor& out, const Tensor& lse) {
     SparseDecodeParams p;
     p.q = static_cast<const uint16_t*>(a.q.const_data_ptr());
-    p.q_stride_b = a.q.stride(0), p.q_stride_s = a.q.stride(1), p.q_stride_h = a.q.stride(2);
+    p.q_stride_b = stride32(a.q, 0), p.q_stride_s = stride32(a.q, 1), p.q_stride_h = stride32(a.q, 2);
     p.q_aligned16 = rows_are_aligned(a.q, 16);
     p.out = static_cast<uint16_t*>(out.mutable_data_ptr());
-    p.out_stride_b = out.stride(0), p.out_stride_s = out.stride(1), p.out_stride_h = out.stride(2);
+    p.out_stride_b = stride32(out, 0), p.out_stride_s = stride32(out, 1), p.out_stride_h = stride32(out, 2);
     p.out_aligned4 = rows_are_aligned(out, 4);
     p.lse = static_cast<float*>(lse.mutable_data_ptr());
     p.attn_sink = a.attn_sink ? static_cast<const float*>(a.attn_sink->const_data_ptr()) : nullptr;
     p.source[0] = key_source(a.kv, a.indices, a.topk_length);
     if (a.extra_kv) p.source[1] = key_source(*a.extra_kv, *a.extra_indices, a.extra_topk_length);
+    for (int i : {0, 1}) {   // an empty source borrows the other's first record: see KeySource
+        if (!p.source[i].blocks) p.source[i].blocks = p.source[1 - i].blocks;
+    }
     p.s_q = make_fast_divisor(static_cast<uint32_t>(a.s_q()));
     p.h_q = static_cast<int32_t>(a.h_q());
     p.splits = plan.splits;
@@ -96,8 +103,8 @@ template <class Record>
 cudaError_t launch_planned(const SparseDecodeParams& p, const Plan& plan, int64_t tokens, cudaStream_t stream) {
     using namespace sm90::head16;
     const bool wide = plan.block_keys == 64;
-    if (p.h_q <= 8) return wide ? launch<Record, 1, 4>(p, tokens, stream) : launch<Record, 1, 2>(p, tokens, stream);
-    return wide ? launch<Record, 2, 4>(p, tokens, stream) : launch<Record, 2, 2>(p, tokens, stream);
+    if (p.h_q <= 8) return wide ? launch<Record, 1, 64>(p, tokens, stream) : launch<Record, 1, 32>(p, tokens, stream);
+    return wide ? launch<Record, 2, 64>(p, tokens, stream) : launch<Record, 2, 32>(p, tokens, stream);
 }
 
 }  // namespace

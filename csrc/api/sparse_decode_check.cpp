@@ -88,8 +88,8 @@ void check_cache(const SparseDecodeArguments& a, const Tensor& kv, const char* a
     require(is_last_dim_contiguous(kv) && (page == 1 || kv.stride(1) == bytes), argument, kv,
             "tokens that follow each other without gaps within a block: stride(1) = " + number(bytes) + ", stride(3) = 1");
     const int64_t block_bytes = page * bytes;
-    require(kv.size(0) <= 1 || (kv.stride(0) >= block_bytes && kv.stride(0) % kRowAlign == 0), argument, kv,
-            "a block stride (stride(0)) that is a multiple of 16 bytes and at least a block, " + number(block_bytes) + " bytes" +
+    require(kv.size(0) <= 1 || (kv.stride(0) >= block_bytes && kv.stride(0) % kRowAlign == 0 && kv.stride(0) / kRowAlign < (int64_t{1} << 32)), argument, kv,
+            "a block stride (stride(0)) that is a multiple of 16 bytes, below 64 GiB and at least a block, " + number(block_bytes) + " bytes" +
                 (expected == V4Record::kBytesPerToken ? " (callers round it up to a multiple of 576)" : ""));
     require(reinterpret_cast<uintptr_t>(kv.const_data_ptr()) % kRowAlign == 0, argument, kv, "data that starts at a multiple of 16 bytes");
 }

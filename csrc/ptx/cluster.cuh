@@ -1,4 +1,4 @@
-// Thread-block clusters: barriers and stores into the shared memory of a peer CTA.
+// Thread-block clusters: barriers, and stores into the shared memory of a peer CTA.
 #pragma once
 #include <cstdint>
 
@@ -16,9 +16,10 @@ __device__ __forceinline__ uint32_t clusterid_x() {
     return r;
 }
 
-// Every thread of every CTA of the cluster arrives; what it wrote before is visible to whoever waited after.
-__device__ __forceinline__ void barrier_cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+// Arrival without a fence: it orders nothing that a barrier of the CTA has not ordered before. A release here would
+// wait for every store in flight, some 300 ns.
+__device__ __forceinline__ void barrier_cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -31,8 +32,40 @@ __device__ __forceinline__ uint32_t mapa(uint32_t shared_address, uint32_t rank)
     return r;
 }
 
-__device__ __forceinline__ void st_cluster_f32(uint32_t cluster_address, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address), "f"(v) : "memory");
+// Barriers that count bytes: they complete when the expected number has been written by st_async.
+__device__ __forceinline__ void mbarrier_init_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait_first_phase(uint32_t barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "AGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra AGAIN;\n"
+        "}" ::"r"(barrier)
+        : "memory");
+}
+
+// Stores into a peer's shared memory that count towards a barrier of that peer (both addresses from mapa).
+__device__ __forceinline__ void st_async(uint32_t address, float v, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+                 "r"(__float_as_uint(v)), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void st_async(uint32_t address, float2 v, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void st_async(uint32_t address, float4 v, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
+                 "r"(barrier)
+                 : "memory");
 }
 
 // Programmatic dependent launch. wait: until every kernel before this one has ended and its writes are visible.

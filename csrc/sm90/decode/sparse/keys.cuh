@@ -9,8 +9,8 @@ namespace flash_mla::sm90 {
 // indices can be fetched together with the lengths; the lengths only cut off what lies behind them. The groups
 // of the main cache come first, so a short main length leaves a hole before the extra groups.
 struct BlockRange {
-    int begin, end;          // groups of this split, those past the extra length cut off
-    int blocks_before_hole;  // blocks [0, blocks_before_hole) and [blocks_after_hole, ..) have live keys
+    int begin;               // first group of this split
+    int blocks_before_hole;  // blocks [0, blocks_before_hole) and [first_after_hole, ..) have live keys
     int first_after_hole;
     int count;               // blocks to visit
 
@@ -28,10 +28,8 @@ struct BlockRange {
         };
         r.blocks_before_hole = blocks_up_to(main_live);
         r.first_after_hole = max(r.blocks_before_hole, max(0, main_groups - r.begin) / kGroupsPerBlock);
-        const bool extra_is_live = extra_end > main_groups;
-        const int blocks_to_extra_end = extra_is_live ? blocks_up_to(extra_end) : 0;
+        const int blocks_to_extra_end = extra_end > main_groups ? blocks_up_to(extra_end) : 0;
         r.count = r.blocks_before_hole + max(0, blocks_to_extra_end - r.first_after_hole);
-        r.end = min(range_end, extra_is_live ? extra_end : main_live);
         return r;
     }
 
@@ -49,51 +47,61 @@ struct IndexLists {
     int main_length, extra_length;
 };
 
-__device__ __forceinline__ const int32_t* index_list(const KeySource& source, int batch, int row) {
-    return source.indices + batch * source.indices_stride_b + row * source.indices_stride_s;
+__device__ __forceinline__ const int32_t* index_list(const KeySource& source, uint32_t batch, uint32_t row) {
+    return source.indices + static_cast<uint64_t>(batch) * source.indices_stride_b +
+           static_cast<uint64_t>(row) * source.indices_stride_s;
 }
 
-__device__ __forceinline__ int index_list_length(const KeySource& source, int batch) {
+__device__ __forceinline__ int index_list_length(const KeySource& source, uint32_t batch) {
     const int n = source.lengths ? __ldg(source.lengths + batch) : source.width;
     return max(0, min(n, source.width));
 }
 
-// The two keys of a group that a lane works for (rows g and g + 8 of the matrix product): their slots as the
-// index list names them, -1 where the list has ended.
-struct Slots {
-    int32_t slot[2];
+// A key of a block: in which cache, and where in its index list. Groups are numbered through, the main cache's first;
+// what lies past the split's last group belongs to another split.
+struct KeyPlace {
+    bool extra, in_split;
+    int position;
+
+    __device__ __forceinline__ KeyPlace(const SparseDecodeParams& p, int split, int group, int key_of_group) {
+        extra = group >= p.source[0].groups;
+        in_split = group < (split + 1) * p.groups_per_split;
+        position = (extra ? group - p.source[0].groups : group) * kKeysPerGroup + key_of_group;
+    }
 };
 
-__device__ __forceinline__ Slots load_slots(const SparseDecodeParams& p, const IndexLists& lists, int group, int g) {
-    const bool extra = group >= p.source[0].groups;
-    const int position = (extra ? group - p.source[0].groups : group) * kKeysPerGroup + g;
-    const int32_t* list = extra ? lists.extra : lists.main;
-    const int width = p.source[extra].width;
-    Slots s;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) s.slot[i] = position + 8 * i < width ? __ldg(list + position + 8 * i) : -1;
-    return s;
+// The slot that the index list names there, -1 past its end.
+__device__ __forceinline__ int32_t load_slot(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place) {
+    const int32_t* list = place.extra ? lists.extra : lists.main;
+    return place.in_split && place.position < p.source[place.extra].width ? __ldg(list + place.position) : -1;
 }
 
-// Where the bytes of those keys lie. A key that does not count has valid = false and addresses that are not to
-// be followed.
+// Whether that slot counts as a key.
+__device__ __forceinline__ bool is_key(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place, int32_t slot) {
+    return place.position < (place.extra ? lists.extra_length : lists.main_length) &&
+           static_cast<uint32_t>(slot) < p.source[place.extra].num_slots;
+}
+
+// Where the bytes of a slot lie.
 struct KeyAddress {
     const uint8_t* row;
     const uint8_t* scales;
-    bool valid;
 };
 
 template <class Record>
-__device__ __forceinline__ KeyAddress locate(const KeySource& source, int32_t slot, bool in_length) {
-    const uint32_t block = source.page.divide(static_cast<uint32_t>(slot) & 0x7fffffffu);
-    const uint32_t offset = static_cast<uint32_t>(slot) - block * source.page.divisor;
-    const uint8_t* base = source.blocks + static_cast<int64_t>(block) * source.block_stride_bytes;
+__device__ __forceinline__ KeyAddress locate(const KeySource& source, uint32_t slot) {
+    const uint32_t block = source.page.divide(slot);
+    const uint32_t offset = slot - block * source.page.divisor;
+    constexpr uint32_t kRowUnits = Record::kRowBytes / 16;
+    const uint64_t units = static_cast<uint64_t>(block) * source.block_stride16 + offset * kRowUnits;
     KeyAddress a;
-    a.valid = in_length && static_cast<uint32_t>(slot) < source.num_slots;
-    a.row = base + offset * Record::kRowBytes;
-    a.scales = Record::kScalesAfterRows
-                   ? base + source.page.divisor * Record::kRowBytes + offset * Record::kScaleBytes
-                   : a.row + Record::kScaleOffset;
+    a.row = source.blocks + units * 16;
+    if constexpr (Record::kScalesAfterRows) {
+        // From this row past the rows to the scales: less rows ahead, more scales, the larger the offset.
+        a.scales = a.row + (source.page.divisor * Record::kRowBytes - offset * (Record::kRowBytes - Record::kScaleBytes));
+    } else {
+        a.scales = a.row + Record::kScaleOffset;
+    }
     return a;
 }
 

@@ -1,60 +1,94 @@
 // The 16-row head tile: compile-time shape of a CTA and its shared memory. See docs/sparse_decode.md.
 #pragma once
+#include <algorithm>
+
 #include "kv_format.h"
 #include "sm90/decode/sparse/params.h"
 
 namespace flash_mla::sm90::head16 {
 
-inline constexpr int kMaxSplits = 16;  // CTAs of a cluster (more than 8 is non-portable, and available on SM90)
-inline constexpr int kDimParts = 4;    // the scores of 16 keys are computed by 4 warps, 128 dims each
-inline constexpr int kTileDims = 64;   // dims that a lane quad covers with one 16-byte load of e4m3 per lane
-inline constexpr int kUnitDims = 16;   // dims of one M tile of P V: the grain in which splits share the merge
+inline constexpr int kMaxSplits = 16;   // CTAs of a cluster (more than 8 is non-portable, and available on SM90)
+inline constexpr int kTileDims = 64;    // dims that a lane quad covers with one 16-byte load of e4m3 per lane
+inline constexpr int kUnitDims = 16;    // dims of one M tile of P V: the grain in which splits share the merge
+inline constexpr int kThreadsPerKey = 8;   // that fetch it
 
-// kHeadGroups: 8 heads each (N of the matrix products).  kKeyGroups: 16 keys each, held by the CTA at a time.
-template <class Record_, int kHeadGroups_, int kKeyGroups_>
+// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.
+template <class Record_, int kHeadGroups_, int kKeys_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeadGroups = kHeadGroups_;
-    static constexpr int kKeyGroups = kKeyGroups_;
+    static constexpr int kKeys = kKeys_;
     static constexpr int kHeads = 8 * kHeadGroups;
-    static constexpr int kKeys = kKeysPerGroup * kKeyGroups;
-    static constexpr int kWarps = kDimParts * kKeyGroups;
-    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
+    static constexpr int kThreads = kThreadsPerKey * kKeys;
+    static constexpr int kWarps = kThreads / 32;
     static constexpr int kCtasPerSm = 512 / kThreads;
-    static constexpr int kValueDims = Record::kDimV / kWarps;   // dims of V that a warp accumulates
+
+    // Scores: the dims are divided among 2 or 4 warps (parts), so that a part of Q, 8 or 16 heads of it, is 32
+    // registers; a warp takes 8 or 16 keys.
+    static constexpr int kDimParts = 2 * kHeadGroups;
+    static constexpr int kOctets = kHeadGroups;                 // its keys, 8 at a time: N of the matrix product
+    static constexpr int kFragmentsPerTile = 2 * kHeadGroups;   // of Q: see query.cuh
+    static constexpr int kTiles = Record::kDimV / kTileDims;
+    static constexpr int kTilesPerPart = kTiles / kDimParts;
+    static constexpr int kRopeWords = Record::kRopeInV ? 0 : 8 / kDimParts;   // V3.2: RoPE dims, shared among the parts
+
+    // Scales, one row per tile in V4 (RoPE's is 1), one per two tiles in V3.2.
+    static constexpr int kScaleRows = Record::kRopeInV ? Record::kNumScales + 1 : Record::kNumScales;
+    static constexpr int kScaleRowsPerPart = kScaleRows / kDimParts;
+    static constexpr int kTilesPerScale = kTiles / kScaleRows;
+    static constexpr bool kHasMantissa = !Record::kScalesAfterRows;      // V3.2: fp32 scales; ue8m0 are bare exponents
+
+    // Values: every warp accumulates its own dims of V over all keys.
+    static constexpr int kValueDims = Record::kDimV / kWarps;
     static constexpr int kValueUnits = kValueDims / kUnitDims;
     static constexpr int kUnits = Record::kDimV / kUnitDims;
 
-    // Shared memory, in bytes from its start. V is kept as f16 (RoPE as bf16), keys by dims, in two buffers;
-    // the scores as one fp32 partial sum per dim part. After the last block of keys the second V buffer and
-    // what lies behind it, up to Q, is free and receives the partial results of the peers.
-    static constexpr int kValueRowBytes = Record::kDimV * 2;
-    static constexpr int kValueBytes = kKeys * kValueRowBytes;
-    static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that reading pairs of keys is conflict-free
+    // Shared memory, in bytes from its start.
+    //
+    // A ring of blocks of keys as they are in the cache: a row of 16-byte chunks per key, V4's scales behind it. An odd
+    // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups.
+    static constexpr int kStages = kHeadGroups == 1 ? 4 : 3;
+    static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
+    static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
+    static constexpr int kStageBytes = kKeys * kRowPitch;
+    static_assert(kRowPitch % 32 == 16);
+    // Scores: one fp32 partial sum per dim part, in two buffers. When all scores have been read, the place receives the
+    // partial results of the peers: [split][unit][dim][head] fp32, up to 45 units (the maximum over splits of
+    // splits * ceil(kUnits / splits), at 15). In the beginning, Q passes through behind the scores.
+    static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
-    static constexpr bool kHasMantissa = !Record::kScalesAfterRows;   // V3.2: fp32 scales; ue8m0 are bare exponents
-    static constexpr int kScaleBytes = Record::kNumScales * kKeys * (kHasMantissa ? 8 : 4);
-    static constexpr bool kRopeSteps = !Record::kRopeInV;   // RoPE dims that are no part of V: 16 to each dim part
-    static constexpr int kQueryBytes = kDimParts * kHeadGroups * 2 * 2 * 32 * 16;            // see query.cuh
-    static constexpr int kQueryRopeBytes = kRopeSteps ? kDimParts * kHeadGroups * 32 * 8 : 0;
-    static constexpr int kUnscaleBytes = kDimParts * kHeads * 4;
-    static constexpr int kValueOffset = 0;
-    static constexpr int kScoreOffset = 2 * kValueBytes;
-    static constexpr int kScaleOffset = kScoreOffset + 2 * kScoreBytes;
-    static constexpr int kQueryOffset = kScaleOffset + 2 * kScaleBytes;
-    static constexpr int kQueryRopeOffset = kQueryOffset + kQueryBytes;
-    static constexpr int kUnscaleOffset = kQueryRopeOffset + kQueryRopeBytes;
-    static constexpr int kOwnStatsOffset = kUnscaleOffset + kUnscaleBytes;        // {reference, sum} per head
-    static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [split][head]
-    static constexpr int kSharedBytes = kPeerLseOffset + kMaxSplits * kHeads * 4;
-    static constexpr int kIncomingOffset = kValueBytes;                           // [split][unit][head][dim] fp32
-
-    // Bytes of one unit (16 dims of every head) of a partial result, and of the most that a CTA can receive:
-    // max over splits of splits * ceil(kUnits / splits) units, which is 45 (15 splits).
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
-    static_assert(kUnits == 32);
-    static_assert(kIncomingOffset + 45 * kUnitBytes <= kQueryOffset);
+    static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
+    static constexpr int kUnscaleBytes = kTiles * kHeads * 4;              // [tile][head]
+    static constexpr int kScaleBytes = kScaleRows * kKeys * 4 * (kHasMantissa ? 3 : 2);
+
+    static constexpr int kRingOffset = 0;
+    static constexpr int kScoreOffset = kStages * kStageBytes;
+    static constexpr int kIncomingOffset = kScoreOffset;
+    static constexpr int kQueryOffset = kScoreOffset + 2 * kScoreBytes;
+    static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
+    static constexpr int kScaleOffset = kScoreOffset + std::max(45 * kUnitBytes, 2 * kScoreBytes + kQueryBytes + kUnscaleBytes);
+    static constexpr int kMaskOffset = kScaleOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
+    static constexpr int kOwnStatsOffset = kMaskOffset + kStages * kKeys * 4;     // {reference, sum} per head
+    static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [split][head]
+    static constexpr int kWeightOffset = kPeerLseOffset + kMaxSplits * kHeads * 4;   // [split][head]
+    static constexpr int kBarrierOffset = kWeightOffset + kMaxSplits * kHeads * 4;
+    static constexpr int kSharedBytes = kBarrierOffset + 16;
+
+    static_assert(kUnits == 32 && kTiles <= kWarps);
     static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);
 };
+
+// Whether a part's last tile is RoPE (bf16, scale 1).
+template <class C>
+__device__ __forceinline__ bool last_tile_is_rope(int part) {
+    return C::Record::kRopeInV && part == C::kDimParts - 1;
+}
+
+// Keys of an octet change places on their way into matrix products: column c of a product is row (c / 2) + 4 (c % 2).
+// The 16-byte loads of lanes (c, t) and (c + 1, t) then meet rows 4 apart, whose chunks t lie in different banks.
+__device__ __forceinline__ int row_of_column(int column) { return (column & ~7) | (column & 7) >> 1 | (column & 1) << 2; }
+__device__ __forceinline__ int column_of_row(int row) { return (row & ~7) | (row & 3) << 1 | (row >> 2 & 1); }
 
 }  // namespace flash_mla::sm90::head16

@@ -2,6 +2,7 @@
 // docs/sparse_decode.md explains the data flow.
 #pragma once
 #include "sm90/decode/sparse/head16/merge.cuh"
+#include "sm90/decode/sparse/head16/ring.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -10,117 +11,132 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
 sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(1024) char shared[];
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int key_group = warp % C::kKeyGroups, part = warp / C::kKeyGroups;   // this warp's share of the scores
-    const int split = ptx::cluster_ctarank(), token = ptx::clusterid_x();
-    const int batch = p.s_q.divide(token), row = token - batch * p.s_q.divisor;
+    const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const SplitsOfTile splits = {static_cast<int>(ptx::cluster_ctarank()), p.splits, p.splits_magic};
+    const uint32_t token = ptx::clusterid_x();
+    const uint32_t batch = p.s_q.divide(token), row = token - batch * p.s_q.divisor;
     const int first_head = blockIdx.y * C::kHeads;
+    // This warp's share of the scores: some dims (a part) of some keys of a block.
+    constexpr uint32_t kWarpsPerPart = C::kWarps / C::kDimParts;
+    const int part = warp / kWarpsPerPart, warp_key = warp % kWarpsPerPart * (8 * C::kOctets);
+    // Its share of the values: all keys, some dims, which have one scale per key.
+    const int value_scale_row = warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
+    const bool value_is_rope = C::Record::kRopeInV && value_scale_row == C::kScaleRows - 1;
+    const bool keeps_sum = warp == C::kWarps - 1;   // the others only need their own reference
 
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
-    // Load: the first indices, the lengths and Q side by side, then keys one block ahead of their use.
+    // Load: the first indices, the lengths and Q side by side, then keys, as many blocks as the ring takes.
     IndexLists lists;
     lists.main = index_list(p.source[0], batch, row);
     lists.extra = index_list(p.source[1], batch, row);
-    const int first_group = split * p.groups_per_split + key_group;
-    Slots slots = load_slots(p, lists, first_group, lane / 4);
-    const bool loads_query = key_group == 0;
-    RawQuery<C> raw_query;
-    if (loads_query) {
-        raw_query.load(p, p.q + batch * p.q_stride_b + row * p.q_stride_s + first_head * p.q_stride_h,
-                       p.h_q - first_head, part, lane);
-    }
+    const uint32_t shared_address = ptx::shared_address(shared);
+    const RingWriter<C> ring(p, lists, splits.rank, shared_address);
+    constexpr int kAhead = C::kStages - 1;
+    const int first_group = splits.rank * p.groups_per_split;
+    int32_t slots[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) slots[i] = ring.load_slot(first_group + i * C::kKeyGroups);
     lists.main_length = index_list_length(p.source[0], batch);
     lists.extra_length = index_list_length(p.source[1], batch);
-    const auto blocks = BlockRange::make<C::kKeyGroups>(p, split, lists.main_length, lists.extra_length);
-    auto group_of = [&](int i) { return blocks.group_of<C::kKeyGroups>(i) + key_group; };
-    if (group_of(0) != first_group) slots = load_slots(p, lists, group_of(0), lane / 4);
-    KeySlice<C> keys;
-    load_keys(keys, p, lists, slots, group_of(0), part, lane);
-    slots = load_slots(p, lists, group_of(1), lane / 4);
-    const auto q = Query<C>::at(shared, part, lane);
-    if (loads_query) raw_query.store(q, p.scale_log2, part, lane);
+    const QueryRows q_rows = {p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s +
+                                  static_cast<uint64_t>(first_head) * p.q_stride_h,
+                              p.q_stride_h, min(C::kHeads, p.h_q - first_head), p.q_aligned16};
+    Query<C> q;
+    QueryTile<C> q_tile;
+    if (warp < C::kTiles) q_tile.load(q_rows, warp, C::Record::kRopeInV && warp == C::kTiles - 1, lane);
+    q.load_rope(q_rows, part, lane);
+    if (threadIdx.x == 0) expect_partials<C>(shared, splits);
+
+    const auto blocks = BlockRange::make<C::kKeyGroups>(p, splits.rank, lists.main_length, lists.extra_length);
+    auto group_of = [&](int i) { return blocks.template group_of<C::kKeyGroups>(i); };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        if (i < blocks.count) {
+            const int group = group_of(i);
+            if (group != first_group + i * C::kKeyGroups) slots[i] = ring.load_slot(group);   // behind a hole
+            ring.fetch(i, group, slots[i]);
+        }
+        ptx::cp_async_commit_group();
+    }
+    int32_t next_slot = -1;   // of block kAhead, then of the one after it, ...
+    if (kAhead < blocks.count) next_slot = ring.load_slot(group_of(kAhead));
+    q.convert(q_tile, q_rows, shared, p.scale_log2, part, warp, lane);
+    ptx::cp_async_wait_group<kAhead - 1>();
     __syncthreads();
 
     Accumulator<C> acc;
-    RowSum<C> row_sum;
+    RowSum<C> row_sum[C::kHeadGroups];
     acc.clear();
-    row_sum.clear();
-    // The last warp also keeps the softmax sum; the others only need their own reference.
-    const bool keeps_sum = warp == C::kWarps - 1;
-    const int value_scale = warp * C::kValueDims / C::Record::kScaleGroup;
-    const bool value_is_rope = C::Record::kRopeInV && value_scale >= C::Record::kNumScales;
-    float2* own_stats = reinterpret_cast<float2*>(shared + C::kOwnStatsOffset);
-    auto publish_sum = [&] {
-        if (!keeps_sum) return;
-        row_sum.finish();
+    const ScoreAddresses<C> score_at(shared_address, warp_key, part, lane);
+    const ValueAddresses<C> value_at(shared_address, warp, value_scale_row, value_is_rope, lane);
+    WeightFragments<C> weights;
+    auto accumulate = [&](BlockOffsets block) {
+        if (value_is_rope) acc.multiply_bf16(weights, value_at.value + block.ring);
+        else acc.multiply_e4m3(weights, value_at.value + block.ring);
+    };
+
+    BlockOffsets block;
+    int stage = 0, free_stage = kAhead;   // of block i, and of block i - 1
+    for (int i = 0; i < blocks.count; ++i) {
+        block = BlockOffsets::make<C>(stage, i & 1);
+
+        // Scores.
+        if (q.is_bf16) compute_scores<C, true>(q, p.scale_log2, score_at, block, part, lane);
+        else compute_scores<C, false>(q, p.scale_log2, score_at, block, part, lane);
+
+        // One barrier a block: behind it, this block's scores are there, so is all of the next block, and nobody needs
+        // the block before any more, whose stage is filled again.
+        ptx::cp_async_wait_group<kAhead - 2>();
+        __syncthreads();
+        if (i + kAhead < blocks.count) {
+            ring.fetch(free_stage, group_of(i + kAhead), next_slot);
+            next_slot = ring.load_slot(group_of(i + kAhead + 1));
+        }
+        ptx::cp_async_commit_group();
+        free_stage = stage;
+        stage = stage + 1 == C::kStages ? 0 : stage + 1;
+
+        // Softmax weights, one head group after the other.
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            if (lane % 4 == 0) own_stats[8 * n + lane / 4] = {row_sum.reference[n], row_sum.sum[n]};
+            ScoreFragment<C> s;
+            read_scores<C>(s, value_at.score + block.score + 4 * 8 * n * C::kScoreStride);
+            if (keeps_sum) row_sum[n].add(s);
+            apply_per_key<C>(s, value_at.exponent + block.scale, [](float x, float e) { return x + e; });
+            acc.weigh(s, n, lane);
+            if constexpr (C::kHasMantissa) {
+                apply_per_key<C>(s, value_at.exponent + block.scale + 4 * C::kScaleRows * C::kKeys,
+                                 [](float x, float mantissa) { return x * mantissa; });
+            }
+            pack_weights<C>(weights, s, n, value_is_rope);
         }
-    };
-    // All buffers but the first of V are free once every warp of the cluster has weighed its last block.
-    auto done_with_buffers = [&] {
-        publish_sum();
-        __syncwarp();
-        ptx::barrier_cluster_arrive();
-    };
-    if (blocks.count == 0) done_with_buffers();
-
-    for (int i = 0; i < blocks.count; ++i) {
-        const int buffer = (blocks.count - 1 - i) & 1;   // the last block uses buffer 0
-        const int live_groups = min(C::kKeyGroups, blocks.end - (group_of(i) - key_group));
-        const BlockBuffers b = {
-            ptx::shared_address(shared + C::kValueOffset + buffer * C::kValueBytes),
-            reinterpret_cast<float*>(shared + C::kScoreOffset + buffer * C::kScoreBytes),
-            reinterpret_cast<float*>(shared + C::kScaleOffset + buffer * C::kScaleBytes),
-        };
-
-        // Scores, and V to shared memory.
-        if (key_group < live_groups) compute_scores<C>(keys, q, p.scale_log2, b, key_group, part, lane);
-        if (i + 1 < blocks.count) {
-            load_keys(keys, p, lists, slots, group_of(i + 1), part, lane);
-            slots = load_slots(p, lists, group_of(i + 2), lane / 4);
-        }
-        __syncthreads();
-
-        // Softmax weights.
-        ScoreFragment<C> s;
-        read_scores<C>(s, b.score, live_groups, lane);
-        if (keeps_sum) row_sum.add(s, live_groups);
-        if (!value_is_rope) {
-            apply_per_key<C>(s, b.exponent + value_scale * C::kKeys, live_groups, lane, [](float x, float e) { return x + e; });
-        }
-        acc.weigh(s, live_groups, lane);
-        if constexpr (C::kHasMantissa) {
-            apply_per_key<C>(s, b.exponent + (C::Record::kNumScales + value_scale) * C::kKeys, live_groups, lane,
-                             [](float x, float mantissa) { return x * mantissa; });
-        }
-        if (i == blocks.count - 1) done_with_buffers();
-
-        // Accumulate.
-        const uint32_t value_lane = value_lane_address<C>(b.value, warp, lane);
-        if (value_is_rope) acc.template multiply<true>(s, value_lane, live_groups);
-        else acc.template multiply<false>(s, value_lane, live_groups);
+        if (i + 1 < blocks.count) accumulate(block);
     }
 
+    // When every warp of the cluster has weighed its last block, the scores' place is free to receive.
+    if (keeps_sum) publish_sum<C>(row_sum, shared, lane);
+    __syncthreads();
+    ptx::barrier_cluster_arrive_relaxed();
+    Normalization<C> norm;
+    norm.load(acc, shared, lane);
+    if (blocks.count > 0) accumulate(block);
+
     // Merge, and write.
-    const SplitsOfTile splits = {split, p.splits, p.splits_magic};
     ptx::barrier_cluster_wait();
-    send_partial<C>(acc, own_stats, shared, splits, warp, lane);
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
+    send_partial<C>(acc, norm, shared, splits, value_is_rope, warp, lane);
     const OutputTile tile = {
-        p.out + batch * p.out_stride_b + row * p.out_stride_s + first_head * p.out_stride_h,
+        p.out + static_cast<uint64_t>(batch) * p.out_stride_b + static_cast<uint64_t>(row) * p.out_stride_s +
+            static_cast<uint64_t>(first_head) * p.out_stride_h,
         p.out_stride_h,
         p.out_aligned4,
-        p.lse + (static_cast<int64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row,
+        p.lse + (static_cast<uint64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row,
         p.s_q.divisor,
         p.attn_sink ? p.attn_sink + first_head : nullptr,
         p.h_q - first_head,
     };
-    merge_and_write<C>(tile, shared, splits, threadIdx.x);
+    receive_and_write<C>(tile, shared, splits, warp, lane);
 }
 
 }  // namespace flash_mla::sm90::head16

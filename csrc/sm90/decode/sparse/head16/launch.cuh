@@ -21,9 +21,9 @@ cudaError_t set_attributes_once() {
     return cudaSuccess;
 }
 
-template <class Record, int kHeadGroups, int kKeyGroups>
+template <class Record, int kHeadGroups, int kKeys>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
-    using C = Config<Record, kHeadGroups, kKeyGroups>;
+    using C = Config<Record, kHeadGroups, kKeys>;
     if (cudaError_t e = set_attributes_once<C>()) return e;
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;

@@ -1,4 +1,5 @@
-// Q as B fragments of the scores' matrix product, in shared memory in the order in which lanes read them.
+// Q as A fragments of the scores' matrix product: converted once, by the whole CTA, then kept in
+// registers.
 #pragma once
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
@@ -6,111 +7,156 @@
 
 namespace flash_mla::sm90::head16 {
 
-// A warp multiplies its 128 dims of Q with keys whose e4m3 values are used as f16, as they stand, so Q is needed
-// as f16 too. A power of two per (head, part) takes any magnitude of bf16 into f16's range: the largest element
-// of the 128 lands in [2^14, 2^15), and f16's 11 bits hold bf16's 8 down to 2^-31 of it. The power comes off
-// again in fp32, together with the softmax scale.
+// Keys are e4m3 values used as f16, as they stand, so Q is needed as f16 too. A power of two per (head, tile) takes
+// any magnitude of bf16 into f16's range: the largest element lands in [2^14, 2^15), and f16's 11 bits hold bf16's 8
+// down to 2^-31 of it. The power comes off again in fp32, together with the softmax scale. Should a tile of some head
+// span more than that, the CTA keeps all of Q as it is, in bf16, and converts the keys to bf16 instead, which is
+// slower.
 //
 // Which dims pair up in the matrix product is free as long as Q and K agree. Lane (g, t) holds the dims
-// 64 * tile + 16 t .. + 15 of head g: the same ones that its 16-byte load of a key brings.
+// 64 * tile + 16 t .. + 15 of heads g and g + 8: the same dims that its 16-byte load of a key brings. Of a RoPE tile,
+// whose keys take two such loads, it holds the dims 8 t .. + 7 and 32 + 8 t .. + 7.
 
-// Whether the second of part `part`'s two tiles is RoPE (bf16).
-template <class Record>
-__device__ __forceinline__ constexpr bool second_tile_is_rope(int part) {
-    return Record::kRopeInV && part == kDimParts - 1;
-}
-
-// Pointers into shared memory, at this lane's place. A tile of a head group is two uint4 (4 k steps x 2 registers).
-template <class C>
-struct Query {
-    uint4* tiles;        // [tile][head group][2][32 lanes]
-    uint2* rope;         // [head group][32 lanes]: V3.2's 16 RoPE dims of this part, bf16
-    float* unscale;      // [head]: softmax scale * log2(e) / the power of two
-
-    __device__ __forceinline__ static Query at(char* shared, int part, int lane) {
-        return {reinterpret_cast<uint4*>(shared + C::kQueryOffset) + part * (4 * C::kHeadGroups * 32) + lane,
-                reinterpret_cast<uint2*>(shared + C::kQueryRopeOffset) + part * (C::kHeadGroups * 32) + lane,
-                reinterpret_cast<float*>(shared + C::kUnscaleOffset) + part * C::kHeads};
-    }
-    __device__ __forceinline__ uint4& tile(int which, int head_group, int half) const {
-        return tiles[((which * C::kHeadGroups + head_group) * 2 + half) * 32];
-    }
-};
-
-// 16 contiguous bf16 as 8 registers. Rows of q that are not 16-byte aligned are read element by element.
-__device__ __forceinline__ void load_16_bf16(uint32_t (&r)[8], const uint16_t* p, bool aligned16) {
-    if (aligned16) {
-        const uint4 a = ptx::ld_global_stream_v4(p), b = ptx::ld_global_stream_v4(p + 8);
-        r[0] = a.x, r[1] = a.y, r[2] = a.z, r[3] = a.w, r[4] = b.x, r[5] = b.y, r[6] = b.z, r[7] = b.w;
+// 2 * kWords contiguous bf16. Rows of q that are not 16-byte aligned are read element by element.
+template <int kWords>
+__device__ __forceinline__ void load_bf16(uint32_t* r, const uint16_t* p, bool aligned16) {
+    static_assert(kWords == 2 || kWords % 4 == 0);
+    if (!aligned16) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) r[i] = __ldg(p + 2 * i) | static_cast<uint32_t>(__ldg(p + 2 * i + 1)) << 16;
+    } else if constexpr (kWords == 2) {
+        const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+        r[0] = v.x, r[1] = v.y;
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) r[i] = __ldg(p + 2 * i) | static_cast<uint32_t>(__ldg(p + 2 * i + 1)) << 16;
+        for (int i = 0; i < kWords; i += 4) {
+            const uint4 v = __ldg(reinterpret_cast<const uint4*>(p) + i / 4);
+            r[i] = v.x, r[i + 1] = v.y, r[i + 2] = v.z, r[i + 3] = v.w;
+        }
     }
 }
 
-// The dims of one part as they come from memory. Loading is apart from storing, so that the keys' loads can be
-// issued in between.
-template <class C>
-struct RawQuery {
-    using Record = typename C::Record;
-    uint32_t tile[C::kHeadGroups][2][8];
-    uint2 rope[C::kHeadGroups];
+// Rows of a head tile that do not exist are read from its last row and become zeros.
+struct QueryRows {
+    const uint16_t* first;
+    uint32_t stride;
+    int count;
+    bool aligned16;
+    __device__ __forceinline__ const uint16_t* row(int head) const { return first + static_cast<uint64_t>(min(head, count - 1)) * stride; }
+    __device__ __forceinline__ bool exists(int head) const { return head < count; }
+};
 
-    __device__ __forceinline__ void load(const SparseDecodeParams& p, const uint16_t* q_tile, int heads_left, int part,
-                                         int lane) {
+// The exponent (bf16: 8 bits below the sign) of the largest of two magnitudes.
+__device__ __forceinline__ int exponent_of_larger(uint32_t magnitudes) { return max(magnitudes & 0xffffu, magnitudes >> 16) >> 7; }
+
+// One tile of Q on its way from global memory to shared memory, in the hands of one warp.
+template <class C>
+struct QueryTile {
+    uint32_t words[C::kHeadGroups][8];   // pairs of dims
+    int exponent[C::kHeadGroups];        // of the largest magnitude of the head's 64 dims
+
+    __device__ __forceinline__ void load(const QueryRows& rows, int tile, bool is_rope, int lane) {
         const int g = lane / 4, t = lane % 4;
+        const int first = tile * kTileDims + (is_rope ? 8 : 16) * t, second = first + (is_rope ? 32 : 8);
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) tile[n][0][i] = tile[n][1][i] = 0;
-            rope[n] = {0, 0};
-            if (8 * n + g >= heads_left) continue;
-            const uint16_t* row = q_tile + (8 * n + g) * p.q_stride_h;
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                load_16_bf16(tile[n][which], row + (2 * part + which) * kTileDims + 16 * t, p.q_aligned16);
-            }
-            if constexpr (C::kRopeSteps) {
-                const uint16_t* r = row + Record::kNopeDims + 16 * part + 4 * t;
-                rope[n].x = __ldg(r) | static_cast<uint32_t>(__ldg(r + 1)) << 16;
-                rope[n].y = __ldg(r + 2) | static_cast<uint32_t>(__ldg(r + 3)) << 16;
-            }
+            load_bf16<4>(words[n], rows.row(8 * n + g) + first, rows.aligned16);
+            load_bf16<4>(words[n] + 4, rows.row(8 * n + g) + second, rows.aligned16);
         }
     }
 
-    // Converts, and stores where `q` points.
-    __device__ __forceinline__ void store(Query<C> q, float scale_log2, int part, int lane) const {
-        const int g = lane / 4, t = lane % 4;
-        const bool rope_tile = second_tile_is_rope<Record>(part);
+    // Whether some head spans more than f16 can hold. Positive bf16 order like integers; for the least, zeros become
+    // 0xffff and the others their magnitude minus 1.
+    __device__ __forceinline__ bool examine(const QueryRows& rows, int lane) {
+        const int g = lane / 4;
+        bool too_wide = false;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            // Positive bf16 order like integers, so the largest magnitude is an integer maximum per 16-bit half.
-            uint32_t largest = 0;
+            uint32_t largest = 0, least = 0xffffffffu;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                largest = __vmaxu2(largest, tile[n][0][i] & 0x7fff7fffu);
-                if (!rope_tile) largest = __vmaxu2(largest, tile[n][1][i] & 0x7fff7fffu);
+                if (!rows.exists(8 * n + g)) words[n][i] = 0;
+                const uint32_t magnitudes = words[n][i] & 0x7fff7fffu;
+                largest = __vmaxu2(largest, magnitudes);
+                least = __vminu2(least, (magnitudes + 0x7fff7fffu) ^ 0x80008000u);
             }
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-            const int exponent = max(largest & 0xffffu, largest >> 16) >> 7;   // biased by 127
-            const int power = min(127 + 14 - exponent, 126);                   // so that 2^-power is no subnormal
+            exponent[n] = exponent_of_larger(largest);
+            too_wide |= static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7 < exponent[n] - 31;
+        }
+        return too_wide;
+    }
+
+    // As A fragments, `at` [fragment][32 lanes], see QueryFragment. `unscale` [head]: softmax scale * log2(e) / the power
+    // of two.
+    __device__ __forceinline__ void store(uint4* at, float* unscale, float scale_log2, bool as_bf16, int lane) const {
+        uint32_t r[C::kHeadGroups][8];
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const int power = as_bf16 ? 0 : min(127 + 14 - exponent[n], 126);   // so that 2^-power is no subnormal
             const float scale = __int_as_float((127 + power) << 23);
-            if (t == 0) q.unscale[8 * n + g] = scale_log2 * __int_as_float((127 - power) << 23);
+            if (lane % 4 == 0) unscale[8 * n + lane / 4] = scale_log2 * __int_as_float((127 - power) << 23);
 #pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                uint32_t pairs[8];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const uint32_t pair = tile[n][which][i];
-                    pairs[i] = which == 1 && rope_tile ? pair
-                                                       : ptx::cvt_f16x2_f32(ptx::f32_of_bf16_lo(pair) * scale,
-                                                                            ptx::f32_of_bf16_hi(pair) * scale);
-                }
-                q.tile(which, n, 0) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-                q.tile(which, n, 1) = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t w = words[n][i];
+                r[n][i] = as_bf16 ? w : ptx::cvt_f16x2_f32(ptx::f32_of_bf16_lo(w) * scale, ptx::f32_of_bf16_hi(w) * scale);
             }
-            if constexpr (C::kRopeSteps) q.rope[n * 32] = rope[n];
+        }
+#pragma unroll
+        for (int f = 0; f < C::kFragmentsPerTile; ++f) {
+            if constexpr (C::kHeadGroups == 2) at[f * 32 + lane] = make_uint4(r[0][2 * f], r[1][2 * f], r[0][2 * f + 1], r[1][2 * f + 1]);
+            else at[f * 32 + lane] = make_uint4(r[0][4 * f], r[0][4 * f + 2], r[0][4 * f + 1], r[0][4 * f + 3]);
+        }
+    }
+};
+
+// A warp's part of Q. M of the matrix product is 16 heads; a fragment of a tile of 16 heads serves one k step. A
+// fragment of a tile of 8 serves two: its rows 0-7 are the heads at the dims of the first step, rows 8-15 the same heads
+// at the dims of the second; with the keys of the one or the other, half of the product is what is wanted.
+template <class C>
+struct Query {
+    using Record = typename C::Record;
+    uint4 fragment[C::kTilesPerPart][C::kFragmentsPerTile];
+    float unscale[C::kTilesPerPart][C::kHeadGroups];   // of heads g and g + 8
+    uint4 rope;                                        // V3.2: the part's RoPE dims, bf16
+    bool is_bf16;                                      // Q's e4m3 tiles; RoPE always is
+
+    __device__ __forceinline__ void load_rope(const QueryRows& rows, int part, int lane) {
+        if constexpr (C::kRopeWords > 0) {
+            const int g = lane / 4, t = lane % 4;
+            uint32_t r[C::kHeadGroups][C::kRopeWords];
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+                load_bf16<C::kRopeWords>(r[n], rows.row(8 * n + g) + Record::kNopeDims + 2 * C::kRopeWords * (4 * part + t), rows.aligned16);
+#pragma unroll
+                for (int i = 0; i < C::kRopeWords; ++i) r[n][i] = rows.exists(8 * n + g) ? r[n][i] : 0;
+            }
+            if constexpr (C::kHeadGroups == 2) rope = make_uint4(r[0][0], r[1][0], r[0][1], r[1][1]);
+            else rope = make_uint4(r[0][0], r[0][2], r[0][1], r[0][3]);
+        }
+    }
+
+    // All warps of the CTA together, through shared memory.
+    __device__ __forceinline__ void convert(QueryTile<C>& own_tile, const QueryRows& rows, char* shared, float scale_log2,
+                                            int part, int warp, int lane) {
+        uint4* all_fragments = reinterpret_cast<uint4*>(shared + C::kQueryOffset);
+        float* unscales = reinterpret_cast<float*>(shared + C::kUnscaleOffset);
+        constexpr int kPerTile = C::kFragmentsPerTile * 32;
+        const bool is_rope = Record::kRopeInV && warp == C::kTiles - 1;
+        const bool too_wide = warp < C::kTiles && own_tile.examine(rows, lane) && !is_rope;
+        is_bf16 = __syncthreads_or(too_wide);
+        if (warp < C::kTiles) {
+            own_tile.store(all_fragments + warp * kPerTile, unscales + warp * C::kHeads, scale_log2, is_bf16 || is_rope, lane);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < C::kTilesPerPart; ++j) {
+            const int tile = C::kTilesPerPart * part + j;
+#pragma unroll
+            for (int f = 0; f < C::kFragmentsPerTile; ++f) fragment[j][f] = all_fragments[tile * kPerTile + f * 32 + lane];
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) unscale[j][n] = unscales[tile * C::kHeads + 8 * n + lane / 4];
         }
     }
 };

@@ -1,230 +1,182 @@
-// Keys: from global memory to registers, and from there both into the scores and into shared memory as V.
+// Keys in the ring to scores.
 #pragma once
 #include <cmath>
+#include <type_traits>
 
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "sm90/decode/sparse/head16/query.cuh"
-#include "sm90/decode/sparse/keys.cuh"
 
 namespace flash_mla::sm90::head16 {
 
-// What one lane holds of two keys (rows g and g + 8 of a group): its part's two tiles as raw bytes, and scales.
+// Where a lane reads and writes while it computes scores: addresses in shared memory, of stage or buffer 0 and octet 0.
 template <class C>
-struct KeySlice {
+struct ScoreAddresses {
     using Record = typename C::Record;
-    static constexpr int kTileRegs = Record::kRopeInV ? 8 : 4;   // a RoPE tile is bf16, twice the bytes
+    uint32_t key;           // the lane's 16 bytes of its part's first tile, of column g's row
+    uint32_t more;          // V3.2: the lane's share of the part's RoPE dims
+    uint32_t scale;         // scale of row t of the part, in column g's row
+    uint32_t scale_store;   // that scale's place in the array of scales
+    uint32_t scale_load;    // scale row 0 of the part, columns 2t and 2t + 1
+    uint32_t mask;          // columns 2t and 2t + 1
+    uint32_t score;         // head g, columns 2t and 2t + 1, of the part
 
-    uint32_t first[2][4];           // 16 e4m3
-    uint32_t second[2][kTileRegs];  // 16 e4m3 or 16 bf16
-    uint32_t rope[2][2];            // V3.2: 4 bf16
-    uint32_t scales[2];             // V4: two ue8m0 bytes.  V3.2: one fp32
-    bool valid[2];
+    __device__ __forceinline__ ScoreAddresses(uint32_t shared, int warp_key, int part, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const uint32_t row = shared + C::kRingOffset + (warp_key + row_of_column(g)) * C::kRowPitch;
+        key = row + part * (C::kTilesPerPart * kTileDims) + 16 * t;
+        more = row + Record::kRopeOffset + 4 * C::kRopeWords * (4 * part + t);
+        const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
+        scale = row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1);
+        const uint32_t scales = shared + C::kScaleOffset + 4 * warp_key;
+        scale_store = scales + 4 * (scale_row * C::kKeys + g);
+        scale_load = scales + 4 * (C::kScaleRowsPerPart * part * C::kKeys + 2 * t);
+        mask = shared + C::kMaskOffset + 4 * (warp_key + 2 * t);
+        score = shared + C::kScoreOffset + 4 * ((part * C::kHeads + g) * C::kScoreStride + warp_key + 2 * t);
+    }
 };
 
-__device__ __forceinline__ void copy_regs(uint32_t* r, uint4 v) { r[0] = v.x, r[1] = v.y, r[2] = v.z, r[3] = v.w; }
-
-// Keys that do not count are all zeros, so that whatever lies in their slots (NaN bytes too) has no effect.
-template <class C>
-__device__ __forceinline__ void load_keys(KeySlice<C>& k, const SparseDecodeParams& p, const IndexLists& lists,
-                                          const Slots& slots, int group, int part, int lane) {
-    using Record = typename C::Record;
-    const int g = lane / 4, t = lane % 4;
-    const bool extra = group >= p.source[0].groups;
-    const int position = (extra ? group - p.source[0].groups : group) * kKeysPerGroup + g;
-    const bool rope_tile = second_tile_is_rope<Record>(part);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const KeyAddress a =
-            locate<Record>(p.source[extra], slots.slot[i], position + 8 * i < (extra ? lists.extra_length : lists.main_length));
-        k.valid[i] = a.valid;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) k.first[i][j] = 0;
-#pragma unroll
-        for (int j = 0; j < KeySlice<C>::kTileRegs; ++j) k.second[i][j] = 0;
-        k.rope[i][0] = k.rope[i][1] = 0;
-        k.scales[i] = 0;
-        if (!a.valid) continue;
-        const uint8_t* tiles = a.row + 2 * part * kTileDims + 16 * t;
-        copy_regs(k.first[i], ptx::ld_global_stream_v4(tiles));
-        if constexpr (Record::kRopeInV) {
-            if (rope_tile) {
-                const uint8_t* rope = a.row + Record::kRopeOffset + 32 * t;
-                copy_regs(k.second[i], ptx::ld_global_stream_v4(rope));
-                copy_regs(k.second[i] + 4, ptx::ld_global_stream_v4(rope + 16));
-            } else {
-                copy_regs(k.second[i], ptx::ld_global_stream_v4(tiles + kTileDims));
-            }
-            k.scales[i] = __ldg(reinterpret_cast<const uint16_t*>(a.scales) + part);
-        } else {
-            copy_regs(k.second[i], ptx::ld_global_stream_v4(tiles + kTileDims));
-            const uint2 rope = ptx::ld_global_stream_v2(a.row + Record::kRopeOffset + 32 * part + 8 * t);
-            k.rope[i][0] = rope.x, k.rope[i][1] = rope.y;
-            k.scales[i] = __ldg(reinterpret_cast<const uint32_t*>(a.scales) + part);
-        }
+// Offsets of a block's stage in the ring and of its buffers, all of which change from block to block.
+struct BlockOffsets {
+    uint32_t ring, mask, score, scale;
+    template <class C>
+    __device__ __forceinline__ static BlockOffsets make(int stage, int buffer) {
+        return {static_cast<uint32_t>(stage * C::kStageBytes), static_cast<uint32_t>(stage * C::kKeys * 4),
+                static_cast<uint32_t>(buffer * C::kScoreBytes), static_cast<uint32_t>(buffer * C::kScaleBytes)};
     }
-}
-
-// 16 bytes holding dims [8 * chunk, 8 * chunk + 8) of V of one key. Chunks are xor-swizzled by key, so that the
-// 8 rows of a matrix that ldmatrix fetches lie in different banks, and so do the chunks stored together here.
-template <class C>
-__device__ __forceinline__ uint32_t value_address(uint32_t value_buffer, int key, int chunk) {
-    return value_buffer + key * C::kValueRowBytes + ((chunk ^ (key & 7)) << 4);
-}
-
-// One tile of both keys, as 16-bit pairs: multiplied with Q into `d` and stored as V.
-template <class C, bool kIsBf16>
-__device__ __forceinline__ void multiply_and_store_tile(float (&d)[C::kHeadGroups][4], const uint32_t (&k)[2][8],
-                                                        Query<C> q, int which, uint32_t value_buffer, int key,
-                                                        int tile, int t) {
-#pragma unroll
-    for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint4 b4 = q.tile(which, n, half);
-            const uint32_t b[2][2] = {{b4.x, b4.y}, {b4.z, b4.w}};
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int pair = 4 * half + 2 * i;
-                const uint32_t a[4] = {k[0][pair], k[1][pair], k[0][pair + 1], k[1][pair + 1]};
-                if constexpr (kIsBf16) ptx::mma_m16n8k16_bf16(d[n], a, b[i]);
-                else ptx::mma_m16n8k16_f16(d[n], a, b[i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int chunk = tile * (kTileDims / 8) + 2 * t;
-        ptx::st_shared_v4(value_address<C>(value_buffer, key + 8 * i, chunk), k[i][0], k[i][1], k[i][2], k[i][3]);
-        ptx::st_shared_v4(value_address<C>(value_buffer, key + 8 * i, chunk + 1), k[i][4], k[i][5], k[i][6], k[i][7]);
-    }
-}
-
-__device__ __forceinline__ void dequantize(uint32_t (&pairs)[2][8], const uint32_t* k0, const uint32_t* k1) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        ptx::cvt_f16x4_e4m3x4(pairs[0][2 * j], pairs[0][2 * j + 1], k0[j]);
-        ptx::cvt_f16x4_e4m3x4(pairs[1][2 * j], pairs[1][2 * j + 1], k1[j]);
-    }
-}
-
-// A ue8m0 byte is a biased exponent and nothing else: 2^(e - 127).
-__device__ __forceinline__ float exponent_of_ue8m0(uint32_t e) { return static_cast<float>(static_cast<int>(e) - 127); }
-__device__ __forceinline__ float f32_of_ue8m0(uint32_t e) { return __uint_as_float(e == 0 ? 0x00400000u : e << 23); }
-
-// An fp32 scale as 2^exponent * mantissa, |mantissa| < 2, exactly.
-struct SplitScale {
-    float exponent, mantissa;
-};
-__device__ __forceinline__ SplitScale split_f32(uint32_t bits) {
-    const int biased = (bits >> 23) & 0xff;
-    if (biased == 0) return {-127.f, __uint_as_float(bits) * 0x1p127f};   // a subnormal (or zero), brought up
-    if (biased == 255) return {0.f, __uint_as_float(bits)};               // an infinity or NaN goes on as it is
-    return {static_cast<float>(biased - 127), __uint_as_float((bits & 0x807fffffu) | 0x3f800000u)};
-}
-
-// Shared memory of one block of keys.
-struct BlockBuffers {
-    uint32_t value;     // [key][dim] f16/bf16, swizzled
-    float* score;       // [part][head][key]
-    float* exponent;    // [scale][key]; V3.2: followed by the mantissas, likewise
 };
 
+// Writes one scale, as fp32 and as 2^exponent * mantissa with |mantissa| < 2: the exponent joins the score in the
+// exponent of P. A ue8m0 byte is a biased exponent and nothing else, 2^(e - 127).
 template <class C>
-__device__ __forceinline__ void compute_scores(const KeySlice<C>& k, Query<C> q, float scale_log2, BlockBuffers buffers,
-                                               int key_group, int part, int lane) {
-    using Record = typename C::Record;
-    const int g = lane / 4, t = lane % 4;
-    const int key = key_group * kKeysPerGroup + g;
-    const bool rope_tile = second_tile_is_rope<Record>(part);
-    float s[C::kHeadGroups][4];
-    float2 unscale[C::kHeadGroups];   // of heads 2t, 2t + 1
-#pragma unroll
-    for (int n = 0; n < C::kHeadGroups; ++n) unscale[n] = *reinterpret_cast<const float2*>(q.unscale + 8 * n + 2 * t);
-    // Adds d, scaled by the scale of its keys (rows g: d[0], d[1]; g + 8: d[2], d[3]) and freed of Q's power of
-    // two. In this order, since d * scale alone may leave fp32's range.
-    auto add_scaled = [&](const float(&d)[C::kHeadGroups][4], float scale0, float scale1, bool first) {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float x = d[n][i] * (i % 2 ? unscale[n].y : unscale[n].x), scale = i < 2 ? scale0 : scale1;
-                s[n][i] = first ? x * scale : fmaf(x, scale, s[n][i]);
-            }
-        }
-    };
-
-    float scale[2][2];  // [tile][key]
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if constexpr (Record::kRopeInV) {
-            scale[0][i] = f32_of_ue8m0(k.scales[i] & 0xff);
-            scale[1][i] = f32_of_ue8m0(k.scales[i] >> 8);
-        } else {
-            scale[0][i] = scale[1][i] = __uint_as_float(k.scales[i]);
-        }
-    }
-
-    uint32_t pairs[2][8];
-    float d[C::kHeadGroups][4] = {};
-    dequantize(pairs, k.first[0], k.first[1]);
-    multiply_and_store_tile<C, false>(d, pairs, q, 0, buffers.value, key, 2 * part, t);
-    if constexpr (Record::kScaleGroup == kTileDims) {
-        add_scaled(d, scale[0][0], scale[0][1], true);
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) d[n][0] = d[n][1] = d[n][2] = d[n][3] = 0.f;
-    }
-    if (rope_tile) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            pairs[0][j] = k.second[0][j % KeySlice<C>::kTileRegs];
-            pairs[1][j] = k.second[1][j % KeySlice<C>::kTileRegs];
-        }
-        multiply_and_store_tile<C, true>(d, pairs, q, 1, buffers.value, key, 2 * part + 1, t);
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s[n][i] = fmaf(d[n][i], scale_log2, s[n][i]);
-        }
+__device__ __forceinline__ void store_scale(uint32_t at, uint32_t scale, bool is_rope) {
+    constexpr int kArray = 4 * C::kScaleRows * C::kKeys;   // scales, then exponents, then mantissas
+    if constexpr (C::kHasMantissa) {
+        const int biased = (scale >> 23) & 0xff;
+        float exponent = static_cast<float>(biased - 127), mantissa = __uint_as_float((scale & 0x807fffffu) | 0x3f800000u);
+        if (biased == 0) mantissa = __uint_as_float(scale) * 0x1p127f;          // a subnormal or zero, brought up
+        if (biased == 255) exponent = 0.f, mantissa = __uint_as_float(scale);   // an infinity or NaN goes on as it is
+        ptx::st_shared_f32(at, __uint_as_float(scale));
+        ptx::st_shared_f32(at + kArray, exponent);
+        ptx::st_shared_f32(at + 2 * kArray, mantissa);
     } else {
-        dequantize(pairs, k.second[0], k.second[1]);
-        multiply_and_store_tile<C, false>(d, pairs, q, 1, buffers.value, key, 2 * part + 1, t);
-        add_scaled(d, scale[1][0], scale[1][1], Record::kScaleGroup != kTileDims);
+        const uint32_t e = is_rope ? 127 : scale;
+        ptx::st_shared_f32(at, __uint_as_float(e == 0 ? 0x00400000u : e << 23));
+        ptx::st_shared_f32(at + kArray, static_cast<float>(static_cast<int>(e) - 127));
     }
-    if constexpr (C::kRopeSteps) {
-        const uint32_t a[4] = {k.rope[0][0], k.rope[1][0], k.rope[0][1], k.rope[1][1]};
+}
+
+// Q K^T of an octet, fragment by fragment of Q. `k`: pairs of dims, 2 words a k step.
+template <class C>
+struct Product {
+    float d[3 - C::kHeadGroups][4] = {};   // a tile of 8 heads: of the first and of the second step of a fragment
+
+    template <bool kIsBf16>
+    __device__ __forceinline__ void add(uint4 q, const uint32_t* k) {
+        const uint32_t a[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            float r[4] = {};
-            const uint2 pairs = q.rope[n * 32];
-            const uint32_t b[2] = {pairs.x, pairs.y};
-            ptx::mma_m16n8k16_bf16(r, a, b);
+        for (int i = 0; i < 3 - C::kHeadGroups; ++i) {
+            const uint32_t b[2] = {k[2 * i], k[2 * i + 1]};
+            ptx::mma_m16n8k16<kIsBf16>(d[i], a, b);
+        }
+    }
+    // Of head g + 8 n, column 2t + i.
+    __device__ __forceinline__ float at(int n, int i) const {
+        if constexpr (C::kHeadGroups == 2) return d[0][2 * n + i];
+        else return d[0][i] + d[2 - C::kHeadGroups][2 + i];
+    }
+};
+
+// Scores of the warp's keys over the dims of `part`, and their scales, to shared memory.
+template <class C, bool kQueryIsBf16>
+__device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at,
+                                               BlockOffsets block, int part, int lane) {
+    const int t = lane % 4;
+    const bool rope_last = last_tile_is_rope<C>(part);
+    constexpr int kOctetRows = 8 * C::kRowPitch, kOctetFloats = 32;   // bytes from octet to octet
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[n][i] = fmaf(r[i], scale_log2, s[n][i]);
+    for (int o = 0; o < C::kOctets; ++o) {
+        const uint32_t from = at.scale + block.ring + o * kOctetRows;
+        const uint32_t scale = C::kHasMantissa ? ptx::ld_shared_u32(from) : ptx::ld_shared_u8(from);
+        if (t < C::kScaleRowsPerPart) {
+            store_scale<C>(at.scale_store + block.scale + o * kOctetFloats, scale, rope_last && t == C::kScaleRowsPerPart - 1);
+        }
+    }
+    __syncwarp();
+
+    float s[C::kOctets][C::kHeadGroups][2] = {};   // heads g + 8 n, columns 2t and 2t + 1
+#pragma unroll
+    for (int j = 0; j < C::kTilesPerPart; ++j) {
+        uint32_t pairs[C::kOctets][8];
+        const bool is_rope = j == C::kTilesPerPart - 1 && rope_last;
+#pragma unroll
+        for (int o = 0; o < C::kOctets; ++o) {
+            const uint32_t from = at.key + block.ring + o * kOctetRows + j * kTileDims;
+            const uint4 k = ptx::ld_shared_v4(from);
+            if (is_rope) {
+                const uint4 more = ptx::ld_shared_v4(from + 64);
+                pairs[o][0] = k.x, pairs[o][1] = k.y, pairs[o][2] = k.z, pairs[o][3] = k.w;
+                pairs[o][4] = more.x, pairs[o][5] = more.y, pairs[o][6] = more.z, pairs[o][7] = more.w;
+            } else {
+                ptx::cvt_f16x4_e4m3x4(pairs[o][0], pairs[o][1], k.x);
+                ptx::cvt_f16x4_e4m3x4(pairs[o][2], pairs[o][3], k.y);
+                ptx::cvt_f16x4_e4m3x4(pairs[o][4], pairs[o][5], k.z);
+                ptx::cvt_f16x4_e4m3x4(pairs[o][6], pairs[o][7], k.w);
+                if constexpr (kQueryIsBf16) {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) pairs[o][i] = ptx::cvt_bf16x2_f16x2(pairs[o][i]);
+                }
+            }
+        }
+        Product<C> product[C::kOctets];
+        auto multiply = [&](auto is_bf16) {
+#pragma unroll
+            for (int f = 0; f < C::kFragmentsPerTile; ++f) {
+#pragma unroll
+                for (int o = 0; o < C::kOctets; ++o) product[o].template add<is_bf16.value>(q.fragment[j][f], pairs[o] + 8 / C::kFragmentsPerTile * f);
+            }
+        };
+        if (kQueryIsBf16 || is_rope) multiply(std::true_type());
+        else multiply(std::false_type());
+        // Q's power of two comes off first, then the scale goes on: product * scale alone may leave fp32's range.
+#pragma unroll
+        for (int o = 0; o < C::kOctets; ++o) {
+            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + block.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kKeys));
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+                s[o][n][0] = fmaf(product[o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
+                s[o][n][1] = fmaf(product[o].at(n, 1) * q.unscale[j][n], scale.y, s[o][n][1]);
+            }
         }
     }
 
-    float* score = buffers.score + part * C::kHeads * C::kScoreStride + key;
 #pragma unroll
-    for (int n = 0; n < C::kHeadGroups; ++n) {
+    for (int o = 0; o < C::kOctets; ++o) {
+        if constexpr (C::kRopeWords > 0) {
+            uint32_t pairs[4];
+            const uint32_t from = at.more + block.ring + o * kOctetRows;
+            if constexpr (C::kRopeWords == 4) {
+                const uint4 k = ptx::ld_shared_v4(from);
+                pairs[0] = k.x, pairs[1] = k.y, pairs[2] = k.z, pairs[3] = k.w;
+            } else {
+                const uint2 k = ptx::ld_shared_v2(from);
+                pairs[0] = k.x, pairs[1] = k.y;
+            }
+            Product<C> product;
+            product.template add<true>(q.rope, pairs);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            score[(8 * n + 2 * t + i % 2) * C::kScoreStride + 8 * (i / 2)] = k.valid[i / 2] ? s[n][i] : -INFINITY;
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(product.at(n, i), scale_log2, s[o][n][i]);
+            }
         }
-    }
-    // Lane t writes the scale of tile t / 2 (V3.2: of both tiles at once) for key t % 2.
-    const uint32_t scales = t % 2 ? k.scales[1] : k.scales[0];
-    const int scale_key = key + 8 * (t % 2);
-    if constexpr (Record::kRopeInV) {
-        const int index = 2 * part + t / 2;
-        if (index < Record::kNumScales) {   // the last byte of a token's scales is padding
-            buffers.exponent[index * C::kKeys + scale_key] = exponent_of_ue8m0(t / 2 ? scales >> 8 : scales & 0xff);
+        const float2 mask = ptx::ld_shared_f32x2(at.mask + block.mask + o * kOctetFloats);
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
+            ptx::st_shared_f32x2(at.score + block.score + o * kOctetFloats + 4 * (8 * n * C::kScoreStride), masked);
         }
-    } else if (t < 2) {
-        const SplitScale x = split_f32(scales);
-        buffers.exponent[part * C::kKeys + scale_key] = x.exponent;
-        buffers.exponent[(Record::kNumScales + part) * C::kKeys + scale_key] = x.mantissa;
     }
 }
 

@@ -14,59 +14,45 @@ namespace flash_mla::sm90::head16 {
 inline constexpr float kWeightBias = 6.f;
 inline constexpr float kSlack = 8.f;
 
-// Reads and sums the dim parts of the scores of one block, in B fragment layout: for head 8 n + g the keys
-// 16 ks + {2t, 2t+1, 2t+8, 2t+9}.
+// Scores of one block and head group in the layout of B fragments: for head g the columns 16 ks + {2t, 2t+1, 2t+8, 2t+9}.
 template <class C>
-using ScoreFragment = float[C::kHeadGroups][C::kKeyGroups][4];
+using ScoreFragment = float[C::kKeyGroups][4];
 
+// Sums the dim parts. `at`: head g, columns 2t and 2t + 1, of part 0.
 template <class C>
-__device__ __forceinline__ void read_scores(ScoreFragment<C>& s, const float* score, int live_groups, int lane) {
-    const int g = lane / 4, t = lane % 4;
+__device__ __forceinline__ void read_scores(ScoreFragment<C>& s, uint32_t at) {
 #pragma unroll
     for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-        if (ks >= live_groups) {
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) s[n][ks][0] = s[n][ks][1] = s[n][ks][2] = s[n][ks][3] = -INFINITY;
-            continue;
-        }
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float* at = score + (8 * n + g) * C::kScoreStride + kKeysPerGroup * ks + 8 * half + 2 * t;
-                float2 sum = *reinterpret_cast<const float2*>(at);
-#pragma unroll
-                for (int part = 1; part < kDimParts; ++part) {
-                    const float2 x = *reinterpret_cast<const float2*>(at + part * C::kHeads * C::kScoreStride);
-                    sum.x += x.x, sum.y += x.y;
-                }
-                s[n][ks][2 * half] = sum.x, s[n][ks][2 * half + 1] = sum.y;
-            }
-        }
-    }
-}
-
-// Adds `values` of the fragment's keys, or multiplies by them.
-template <class C, class Op>
-__device__ __forceinline__ void apply_per_key(ScoreFragment<C>& s, const float* values, int live_groups, int lane, Op op) {
-    const int t = lane % 4;
-#pragma unroll
-    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-        if (ks >= live_groups) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float2 x = *reinterpret_cast<const float2*>(values + kKeysPerGroup * ks + 8 * half + 2 * t);
+            const uint32_t pair = at + 4 * (kKeysPerGroup * ks + 8 * half);
+            float2 sum = ptx::ld_shared_f32x2(pair);
 #pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-                s[n][ks][2 * half] = op(s[n][ks][2 * half], x.x);
-                s[n][ks][2 * half + 1] = op(s[n][ks][2 * half + 1], x.y);
+            for (int part = 1; part < C::kDimParts; ++part) {
+                const float2 x = ptx::ld_shared_f32x2(pair + 4 * part * C::kHeads * C::kScoreStride);
+                sum.x += x.x, sum.y += x.y;
             }
+            s[ks][2 * half] = sum.x, s[ks][2 * half + 1] = sum.y;
         }
     }
 }
 
+// Combines every score with its key's entry of an array; `at`: that of column 2t.
+template <class C, class Op>
+__device__ __forceinline__ void apply_per_key(ScoreFragment<C>& s, uint32_t at, Op op) {
+#pragma unroll
+    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 x = ptx::ld_shared_f32x2(at + 4 * (kKeysPerGroup * ks + 8 * half));
+            s[ks][2 * half] = op(s[ks][2 * half], x.x), s[ks][2 * half + 1] = op(s[ks][2 * half + 1], x.y);
+        }
+    }
+}
+
+// Over the block's keys; the lanes of a quad hold the same heads.
 template <class C>
-__device__ __forceinline__ float row_max(const float (&s)[C::kKeyGroups][4]) {
+__device__ __forceinline__ float row_max(const ScoreFragment<C>& s) {
     float m = -INFINITY;
 #pragma unroll
     for (int ks = 0; ks < C::kKeyGroups; ++ks) {
@@ -77,41 +63,29 @@ __device__ __forceinline__ float row_max(const float (&s)[C::kKeyGroups][4]) {
     return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
 
-// The softmax sum of head 8 n + g over the keys seen so far: sum * 2^reference. A finite start in place of -inf
-// spares every (-inf) - (-inf): a row without valid keys keeps sum = 0.
+// The softmax sum of one head over the keys seen so far, as sum * 2^reference. A finite start in place of -inf spares
+// every (-inf) - (-inf): a row without valid keys keeps sum = 0.
 template <class C>
 struct RowSum {
-    float reference[C::kHeadGroups], sum[C::kHeadGroups];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) reference[n] = -FLT_MAX, sum[n] = 0.f;
-    }
+    float reference = -FLT_MAX, sum = 0.f;
 
     // `sum` is this lane's share until `finish`.
-    __device__ __forceinline__ void add(const ScoreFragment<C>& s, int live_groups) {
+    __device__ __forceinline__ void add(const ScoreFragment<C>& s) {
+        const float m = row_max<C>(s);
+        if (m > reference + kSlack) {
+            sum *= ptx::ex2_ftz(reference - m);
+            reference = m;
+        }
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float m = row_max<C>(s[n]);
-            if (m > reference[n] + kSlack) {
-                sum[n] *= ptx::ex2(reference[n] - m);
-                reference[n] = m;
-            }
+        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
 #pragma unroll
-            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-                if (ks >= live_groups) continue;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[n] += ptx::ex2(s[n][ks][i] - reference[n]);
-            }
+            for (int i = 0; i < 4; ++i) sum += ptx::ex2_ftz(s[ks][i] - reference);
         }
     }
 
     __device__ __forceinline__ void finish() {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], 1);
-            sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], 2);
-        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     }
 };
 

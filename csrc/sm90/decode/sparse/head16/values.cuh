@@ -5,14 +5,16 @@
 
 namespace flash_mla::sm90::head16 {
 
+// Weights as B fragments: [k step][head group][register].
+template <class C>
+using WeightFragments = uint32_t[C::kKeyGroups][C::kHeadGroups][2];
+
 // The matrix product is out^T[dims x heads] += V^T[dims x keys] * P^T[keys x heads]: 8 heads are a full N. The scale
 // of V is constant over the warp's dims for each key, so it rides in P: P's reference is the warp's own, the largest
 // score + scale exponent it has seen.
 template <class C>
 struct Accumulator {
-    using Record = typename C::Record;
-
-    float out[C::kValueUnits][C::kHeadGroups][4];  // dims g, g, g+8, g+8 of a unit; heads 2t, 2t+1, 2t, 2t+1
+    float out[C::kValueUnits][C::kHeadGroups][4];  // rows g, g, g+8, g+8 of a unit; heads 2t, 2t+1, 2t, 2t+1
     float reference[C::kHeadGroups];               // of head 8 n + g
 
     __device__ __forceinline__ void clear() {
@@ -27,77 +29,94 @@ struct Accumulator {
         }
     }
 
-    // Scores plus scale exponents to weights, in place; rescales what has been accumulated if the reference moves.
-    __device__ __forceinline__ void weigh(ScoreFragment<C>& s, int live_groups, int lane) {
-        float m[C::kHeadGroups];
-        bool moves = false;
+    // Scores plus scale exponents of head group n to weights, in place; what has been accumulated is rescaled if the
+    // reference moves.
+    __device__ __forceinline__ void weigh(ScoreFragment<C>& s, int n, int lane) {
+        const float m = row_max<C>(s);
+        if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
+            const float larger = fmaxf(reference[n], m), factor = ptx::ex2_ftz(reference[n] - larger);
+            reference[n] = larger;
+            const int t = lane % 4;   // heads 2t and 2t + 1 are rows 8t and 8t + 4
+            const float f0 = __shfl_sync(0xffffffffu, factor, 8 * t), f1 = __shfl_sync(0xffffffffu, factor, 8 * t + 4);
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            m[n] = row_max<C>(s[n]);
-            moves |= m[n] > reference[n] + kSlack;
-        }
-        if (__any_sync(0xffffffffu, moves)) {
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-                const float larger = fmaxf(reference[n], m[n]);
-                const float factor = ptx::ex2(reference[n] - larger);
-                reference[n] = larger;
-                const int t = lane % 4;
-                const float f0 = __shfl_sync(0xffffffffu, factor, 8 * t), f1 = __shfl_sync(0xffffffffu, factor, 8 * t + 4);
-#pragma unroll
-                for (int u = 0; u < C::kValueUnits; ++u) {
-                    out[u][n][0] *= f0, out[u][n][1] *= f1, out[u][n][2] *= f0, out[u][n][3] *= f1;
-                }
+            for (int u = 0; u < C::kValueUnits; ++u) {
+                out[u][n][0] *= f0, out[u][n][1] *= f1, out[u][n][2] *= f0, out[u][n][3] *= f1;
             }
         }
+        const float shift = kWeightBias - reference[n];
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float shift = kWeightBias - reference[n];
+        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[ks][i] = ptx::ex2_ftz(s[ks][i] + shift);
+        }
+    }
+
+    // `value_at`: this lane's row for ldmatrix of the warp's first dims, e4m3.
+    //
+    // Transposing 8x8 matrices of 16-bit elements, here pairs of e4m3 dims, gives a lane two keys of two dims. Sorted by
+    // dim and converted, those are two A registers of V^T, of dims 2g and 2g + 1: rows g and g + 8 of a unit. One
+    // ldmatrix fetches (keys 0-7, dims 0-15), (0-7, 16-31), (8-15, 0-15), (8-15, 16-31): two units.
+    __device__ __forceinline__ void multiply_e4m3(const WeightFragments<C>& w, uint32_t value_at) {
+#pragma unroll
+        for (int u = 0; u < C::kValueUnits; u += 2) {
 #pragma unroll
             for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-                if (ks >= live_groups) continue;
+                uint32_t r[4];
+                ptx::ldmatrix_x4_trans(r, value_at + u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) s[n][ks][i] = ptx::ex2(s[n][ks][i] + shift);
+                for (int i = 0; i < 2; ++i) {
+                    uint32_t a[4];
+                    ptx::cvt_f16x4_e4m3x4(a[0], a[1], __byte_perm(r[i], 0, 0x3120));
+                    ptx::cvt_f16x4_e4m3x4(a[2], a[3], __byte_perm(r[2 + i], 0, 0x3120));
+#pragma unroll
+                    for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<false>(out[u + i][n], a, w[ks][n]);
+                }
             }
         }
     }
 
-    // `value_lane` is the address of this lane's row of the first 16 x 16 tile: see value_lane_address.
-    template <bool kIsBf16>
-    __device__ __forceinline__ void multiply(const ScoreFragment<C>& w, uint32_t value_lane, int live_groups) {
+    // The same for RoPE, bf16: one ldmatrix fetches one unit, whose rows are dims in order.
+    __device__ __forceinline__ void multiply_bf16(const WeightFragments<C>& w, uint32_t value_at) {
 #pragma unroll
-        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-            if (ks >= live_groups) continue;
-            uint32_t b[C::kHeadGroups][2];
+        for (int u = 0; u < C::kValueUnits; ++u) {
 #pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float lo = w[n][ks][2 * half], hi = w[n][ks][2 * half + 1];
-                    b[n][half] = kIsBf16 ? ptx::cvt_bf16x2_f32(lo, hi) : ptx::cvt_f16x2_f32(lo, hi);
-                }
-            }
-#pragma unroll
-            for (int u = 0; u < C::kValueUnits; ++u) {
+            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
                 uint32_t a[4];
-                ptx::ldmatrix_x4_trans(a, (value_lane ^ (u << 5)) + ks * kKeysPerGroup * C::kValueRowBytes);
+                ptx::ldmatrix_x4_trans(a, value_at + 2 * u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
 #pragma unroll
-                for (int n = 0; n < C::kHeadGroups; ++n) {
-                    if constexpr (kIsBf16) ptx::mma_m16n8k16_bf16(out[u][n], a, b[n]);
-                    else ptx::mma_m16n8k16_f16(out[u][n], a, b[n]);
-                }
+                for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<true>(out[u][n], a, w[ks][n]);
             }
         }
     }
 };
 
-// ldmatrix fetches, for 16 keys x 16 dims, the 8x8 matrices (keys 0-7, dims 0-7), (0-7, 8-15), (8-15, 0-7),
-// (8-15, 8-15): transposed, these are the A registers of V^T in order. Unit u of the warp lies 2u chunks further,
-// which in the swizzled address is an xor, since a warp's first chunk is a multiple of its number of chunks.
 template <class C>
-__device__ __forceinline__ uint32_t value_lane_address(uint32_t value_buffer, int warp, int lane) {
-    const int key = lane % 8 + 8 * (lane / 16), chunk = warp * (C::kValueDims / 8) + lane / 8 % 2;
-    return value_address<C>(value_buffer, key, chunk);
+__device__ __forceinline__ void pack_weights(WeightFragments<C>& w, const ScoreFragment<C>& s, int n, bool as_bf16) {
+#pragma unroll
+    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float lo = s[ks][2 * half], hi = s[ks][2 * half + 1];
+            w[ks][n][half] = as_bf16 ? ptx::cvt_bf16x2_f32(lo, hi) : ptx::cvt_f16x2_f32(lo, hi);
+        }
+    }
 }
+
+// Where a lane reads while it accumulates: addresses in shared memory, of stage or buffer 0.
+template <class C>
+struct ValueAddresses {
+    uint32_t value;      // its row of the first matrix for ldmatrix
+    uint32_t score;      // head g, columns 2t and 2t + 1, of part 0
+    uint32_t exponent;   // of the warp's scale row, column 2t; V3.2: the mantissas are one array further
+
+    __device__ __forceinline__ ValueAddresses(uint32_t shared, int warp, int scale_row, bool is_rope, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const int matrix = lane / 8, row = row_of_column(lane % 8 + 8 * (matrix / 2));
+        const int first = is_rope ? C::Record::kRopeOffset + 2 * (warp * C::kValueDims % kTileDims) : warp * C::kValueDims;
+        value = shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2);
+        score = shared + C::kScoreOffset + 4 * (g * C::kScoreStride + 2 * t);
+        exponent = shared + C::kScaleOffset + 4 * ((C::kScaleRows + scale_row) * C::kKeys + 2 * t);
+    }
+};
 
 }  // namespace flash_mla::sm90::head16

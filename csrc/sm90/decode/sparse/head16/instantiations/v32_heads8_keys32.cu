@@ -1,5 +1,5 @@
 #include "sm90/decode/sparse/head16/launch.cuh"
 
 namespace flash_mla::sm90::head16 {
-template cudaError_t launch<V32Record, 1, 2>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t launch<V32Record, 1, 32>(const SparseDecodeParams&, int64_t, cudaStream_t);
 }

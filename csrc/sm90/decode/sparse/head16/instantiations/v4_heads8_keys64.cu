@@ -1,5 +1,5 @@
 #include "sm90/decode/sparse/head16/launch.cuh"
 
 namespace flash_mla::sm90::head16 {
-template cudaError_t launch<V4Record, 1, 4>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t launch<V4Record, 1, 64>(const SparseDecodeParams&, int64_t, cudaStream_t);
 }

@@ -1,0 +1,61 @@
+"""The plan: a function of shapes and the SM count alone, always admissible, and sensible at the ends."""
+
+import itertools
+
+import pytest
+import torch
+
+H20, H200 = 78, 132
+TOKENS = [0, 1, 2, 3, 4, 7, 8, 16, 24, 32, 64, 100, 128, 1000, 2**20]
+WIDTHS = [0, 1, 15, 64, 128, 192, 640, 2048, 4096, 10**6]
+HEADS = [1, 8, 9, 16, 17, 64, 128]
+
+
+def plan(tokens, width, heads, num_sms=H200):
+    head_tile, splits, block_keys = torch.ops.flash_mla.sparse_decode_plan(
+        tokens, width, heads, num_sms
+    )
+    return head_tile, splits, block_keys
+
+
+@pytest.mark.parametrize("num_sms", [1, H20, H200])
+def test_every_plan_is_one_that_the_operator_takes(num_sms):
+    for tokens, width, heads in itertools.product(TOKENS, WIDTHS, HEADS):
+        head_tile, splits, block_keys = plan(tokens, width, heads, num_sms)
+        assert head_tile == 16 and 1 <= splits <= 16 and block_keys in (32, 64)
+
+
+def test_few_tokens_are_split_and_many_are_not():
+    """At one token the GPU is empty; beyond several waves a split only adds a merge."""
+    for heads in 8, 16:
+        assert plan(1, 640, heads)[1] >= 8
+        assert plan(2000, 640, heads)[1] == 1
+
+
+def test_no_more_splits_than_groups_of_keys():
+    """16 keys are the grain: a CTA without any would only join the merge."""
+    for tokens, width, heads in itertools.product(TOKENS, WIDTHS, HEADS):
+        assert plan(tokens, width, heads)[1] <= max(1, -(-width // 16))
+
+
+def test_heads_count_in_tiles():
+    """Tiles of 16 rows are CTAs of their own, so 64 heads are split as 4 times the tokens are."""
+    assert plan(4, 640, 17) == plan(4, 640, 32)
+    assert plan(8, 640, 64)[1] <= plan(8, 640, 16)[1]
+
+
+def test_fewer_sms_give_fewer_ctas():
+    """At 12 tokens an H200 has SMs for about 10 splits each and an H20 for 6."""
+    for tokens in 8, 12, 16:
+        assert plan(tokens, 640, 8, H20)[1] <= plan(tokens, 640, 8, H200)[1]
+
+
+def test_planning_costs_no_more_than_a_few_microseconds():
+    """It runs at every call; through the dispatcher and Python it has to stay far below one."""
+    import time
+
+    plan(4, 640, 8)
+    start = time.perf_counter()
+    for _ in range(1000):
+        plan(4, 640, 8)
+    assert (time.perf_counter() - start) / 1000 < 50e-6

@@ -8,6 +8,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The same value, of unknown origin: keeps the compiler from computing it anew, term by term, wherever it is used.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+template <class T>
+__device__ __forceinline__ T* opaque(T* x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
 // Asynchronous copies from global to shared memory. Of the 16 (8) bytes, the first `bytes` are copied and the others set
 // to zero; with none to copy the source is not read.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, uint32_t bytes) {
@@ -49,6 +60,10 @@ __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void st_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_f32x2(uint32_t address, float2 v) {

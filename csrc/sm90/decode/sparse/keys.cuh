@@ -85,7 +85,7 @@ __device__ __forceinline__ bool is_key(const SparseDecodeParams& p, const IndexL
 // Where the bytes of a slot lie.
 struct KeyAddress {
     const uint8_t* row;
-    const uint8_t* scales;
+    uint32_t scales_from_row;
 };
 
 template <class Record>
@@ -94,15 +94,11 @@ __device__ __forceinline__ KeyAddress locate(const KeySource& source, uint32_t s
     const uint32_t offset = slot - block * source.page.divisor;
     constexpr uint32_t kRowUnits = Record::kRowBytes / 16;
     const uint64_t units = static_cast<uint64_t>(block) * source.block_stride16 + offset * kRowUnits;
-    KeyAddress a;
-    a.row = source.blocks + units * 16;
-    if constexpr (Record::kScalesAfterRows) {
-        // From this row past the rows to the scales: less rows ahead, more scales, the larger the offset.
-        a.scales = a.row + (source.page.divisor * Record::kRowBytes - offset * (Record::kRowBytes - Record::kScaleBytes));
-    } else {
-        a.scales = a.row + Record::kScaleOffset;
-    }
-    return a;
+    // V4, from a row past the rows to its scales: less rows ahead, more scales, the larger the offset.
+    const uint32_t to_scales = Record::kScalesAfterRows
+                                   ? source.page.divisor * Record::kRowBytes - offset * (Record::kRowBytes - Record::kScaleBytes)
+                                   : Record::kScaleOffset;
+    return {source.blocks + units * 16, to_scales};
 }
 
 }  // namespace flash_mla::sm90

@@ -53,24 +53,29 @@ struct Config {
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
     static constexpr int kStageBytes = kKeys * kRowPitch;
     static_assert(kRowPitch % 32 == 16);
-    // Scores: one fp32 partial sum per dim part, in two buffers. When all scores have been read, the place receives the
-    // partial results of the peers: [split][unit][dim][head] fp32, up to 45 units (the maximum over splits of
-    // splits * ceil(kUnits / splits), at 15). In the beginning, Q passes through behind the scores.
+    // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through behind them. When the
+    // last block has been weighed, everything from the scores to the statistics is free to receive the partial results of
+    // the peers: [split][unit][dim][head] fp32, up to 45 units (the maximum over splits of splits * ceil(kUnits / splits),
+    // at 15).
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
     static constexpr int kUnscaleBytes = kTiles * kHeads * 4;              // [tile][head]
-    static constexpr int kScaleBytes = kScaleRows * kKeys * 4 * (kHasMantissa ? 3 : 2);
+    static constexpr int kScaleStride = kKeys + 8;                        // floats; as kScoreStride
+    static constexpr int kScaleArrayBytes = kScaleRows * kScaleStride * 4;   // of scales, of exponents, of mantissas
+    static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
 
     static constexpr int kRingOffset = 0;
     static constexpr int kScoreOffset = kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
     static constexpr int kQueryOffset = kScoreOffset + 2 * kScoreBytes;
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
-    static constexpr int kScaleOffset = kScoreOffset + std::max(45 * kUnitBytes, 2 * kScoreBytes + kQueryBytes + kUnscaleBytes);
+    static constexpr int kScaleOffset = kUnscaleOffset + kUnscaleBytes;
     static constexpr int kMaskOffset = kScaleOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
-    static constexpr int kOwnStatsOffset = kMaskOffset + kStages * kKeys * 4;     // {reference, sum} per head
+    static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see FetchTable
+    static constexpr int kOwnStatsOffset =                                        // {reference, sum} per head
+        std::max(kFetchTableOffset + 2 * kKeys * 16, kIncomingOffset + 45 * kUnitBytes);
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [split][head]
     static constexpr int kWeightOffset = kPeerLseOffset + kMaxSplits * kHeads * 4;   // [split][head]
     static constexpr int kBarrierOffset = kWeightOffset + kMaxSplits * kHeads * 4;

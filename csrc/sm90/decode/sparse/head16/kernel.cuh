@@ -32,12 +32,15 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     lists.main = index_list(p.source[0], batch, row);
     lists.extra = index_list(p.source[1], batch, row);
     const uint32_t shared_address = ptx::shared_address(shared);
-    const RingWriter<C> ring(p, lists, splits.rank, shared_address);
+    const RingWriter<C> ring(shared_address);
+    auto place_of = [&](int block_group, int key) {
+        return KeyPlace(p, splits.rank, block_group + key / kKeysPerGroup, key % kKeysPerGroup);
+    };
     constexpr int kAhead = C::kStages - 1;
     const int first_group = splits.rank * p.groups_per_split;
     int32_t slots[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) slots[i] = ring.load_slot(first_group + i * C::kKeyGroups);
+    for (int i = 0; i < kAhead; ++i) slots[i] = load_slot(p, lists, place_of(first_group + i * C::kKeyGroups, ring.row));
     lists.main_length = index_list_length(p.source[0], batch);
     lists.extra_length = index_list_length(p.source[1], batch);
     const QueryRows q_rows = {p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s +
@@ -54,14 +57,19 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
         if (i < blocks.count) {
-            const int group = group_of(i);
-            if (group != first_group + i * C::kKeyGroups) slots[i] = ring.load_slot(group);   // behind a hole
-            ring.fetch(i, group, slots[i]);
+            const KeyPlace place = place_of(group_of(i), ring.row);
+            if (group_of(i) != first_group + i * C::kKeyGroups) slots[i] = load_slot(p, lists, place);   // behind a hole
+            ring.fetch(fetch_entry<C>(p, lists, place, slots[i]), i * C::kStageBytes, i * C::kKeys * 4);
         }
         ptx::cp_async_commit_group();
     }
-    int32_t next_slot = -1;   // of block kAhead, then of the one after it, ...
-    if (kAhead < blocks.count) next_slot = ring.load_slot(group_of(kAhead));
+    const FetchTable<C> table(shared_address);
+    const bool finds_keys = warp < C::kKeys / 32;   // for the blocks to come, lane by lane
+    int32_t next_slot = -1;
+    auto load_next_slot = [&](int i) {
+        if (finds_keys && i < blocks.count) next_slot = load_slot(p, lists, place_of(group_of(i), threadIdx.x));
+    };
+    load_next_slot(kAhead);
     q.convert(q_tile, q_rows, shared, p.scale_log2, part, warp, lane);
     ptx::cp_async_wait_group<kAhead - 1>();
     __syncthreads();
@@ -77,26 +85,24 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         else acc.multiply_e4m3(weights, value_at.value + block.ring);
     };
 
-    BlockOffsets block;
-    int stage = 0, free_stage = kAhead;   // of block i, and of block i - 1
+    BlockOffsets block = {0, 0, 0, 0}, free_block = {kAhead * C::kStageBytes, kAhead * C::kKeys * 4, 0, 0};
     for (int i = 0; i < blocks.count; ++i) {
-        block = BlockOffsets::make<C>(stage, i & 1);
-
         // Scores.
         if (q.is_bf16) compute_scores<C, true>(q, p.scale_log2, score_at, block, part, lane);
         else compute_scores<C, false>(q, p.scale_log2, score_at, block, part, lane);
+        const int ahead = i + kAhead;
+        if (finds_keys && ahead < blocks.count) {
+            table.store(ahead, threadIdx.x, fetch_entry<C>(p, lists, place_of(group_of(ahead), threadIdx.x), next_slot));
+            load_next_slot(ahead + 1);
+        }
 
         // One barrier a block: behind it, this block's scores are there, so is all of the next block, and nobody needs
         // the block before any more, whose stage is filled again.
         ptx::cp_async_wait_group<kAhead - 2>();
         __syncthreads();
-        if (i + kAhead < blocks.count) {
-            ring.fetch(free_stage, group_of(i + kAhead), next_slot);
-            next_slot = ring.load_slot(group_of(i + kAhead + 1));
-        }
+        if (ahead < blocks.count) ring.fetch(table.load(ahead, ring.row), free_block.ring, free_block.mask);
         ptx::cp_async_commit_group();
-        free_stage = stage;
-        stage = stage + 1 == C::kStages ? 0 : stage + 1;
+        free_block = block;
 
         // Softmax weights, one head group after the other.
 #pragma unroll
@@ -107,12 +113,14 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             apply_per_key<C>(s, value_at.exponent + block.scale, [](float x, float e) { return x + e; });
             acc.weigh(s, n, lane);
             if constexpr (C::kHasMantissa) {
-                apply_per_key<C>(s, value_at.exponent + block.scale + 4 * C::kScaleRows * C::kKeys,
+                apply_per_key<C>(s, value_at.exponent + block.scale + C::kScaleArrayBytes,
                                  [](float x, float mantissa) { return x * mantissa; });
             }
             pack_weights<C>(weights, s, n, value_is_rope);
         }
-        if (i + 1 < blocks.count) accumulate(block);
+        if (i + 1 == blocks.count) break;   // the last block's values wait for what comes next
+        accumulate(block);
+        block = block.next<C>();
     }
 
     // When every warp of the cluster has weighed its last block, the scores' place is free to receive.

@@ -25,25 +25,28 @@ struct ScoreAddresses {
     __device__ __forceinline__ ScoreAddresses(uint32_t shared, int warp_key, int part, int lane) {
         const int g = lane / 4, t = lane % 4;
         const uint32_t row = shared + C::kRingOffset + (warp_key + row_of_column(g)) * C::kRowPitch;
-        key = row + part * (C::kTilesPerPart * kTileDims) + 16 * t;
+        key = ptx::opaque(row + part * (C::kTilesPerPart * kTileDims) + 16 * t);
         more = row + Record::kRopeOffset + 4 * C::kRopeWords * (4 * part + t);
+        if (C::kRopeWords > 0) more = ptx::opaque(more);
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
-        scale = row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1);
+        scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
         const uint32_t scales = shared + C::kScaleOffset + 4 * warp_key;
-        scale_store = scales + 4 * (scale_row * C::kKeys + g);
-        scale_load = scales + 4 * (C::kScaleRowsPerPart * part * C::kKeys + 2 * t);
-        mask = shared + C::kMaskOffset + 4 * (warp_key + 2 * t);
-        score = shared + C::kScoreOffset + 4 * ((part * C::kHeads + g) * C::kScoreStride + warp_key + 2 * t);
+        scale_store = ptx::opaque(scales + 4 * (scale_row * C::kScaleStride + g));
+        scale_load = ptx::opaque(scales + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + 2 * t));
+        mask = ptx::opaque(shared + C::kMaskOffset + 4 * (warp_key + 2 * t));
+        score = ptx::opaque(shared + C::kScoreOffset + 4 * ((part * C::kHeads + g) * C::kScoreStride + warp_key + 2 * t));
     }
 };
 
-// Offsets of a block's stage in the ring and of its buffers, all of which change from block to block.
+// Offsets of a block's stage in the ring and of its buffers.
 struct BlockOffsets {
-    uint32_t ring, mask, score, scale;
+    uint32_t ring, mask;    // steps through kStages
+    uint32_t score, scale;  // alternates
+
     template <class C>
-    __device__ __forceinline__ static BlockOffsets make(int stage, int buffer) {
-        return {static_cast<uint32_t>(stage * C::kStageBytes), static_cast<uint32_t>(stage * C::kKeys * 4),
-                static_cast<uint32_t>(buffer * C::kScoreBytes), static_cast<uint32_t>(buffer * C::kScaleBytes)};
+    __device__ __forceinline__ BlockOffsets next() const {
+        const bool last = ring == (C::kStages - 1) * C::kStageBytes;
+        return {last ? 0 : ring + C::kStageBytes, last ? 0 : mask + C::kKeys * 4, C::kScoreBytes - score, C::kScaleBytes - scale};
     }
 };
 
@@ -51,7 +54,7 @@ struct BlockOffsets {
 // exponent of P. A ue8m0 byte is a biased exponent and nothing else, 2^(e - 127).
 template <class C>
 __device__ __forceinline__ void store_scale(uint32_t at, uint32_t scale, bool is_rope) {
-    constexpr int kArray = 4 * C::kScaleRows * C::kKeys;   // scales, then exponents, then mantissas
+    constexpr int kArray = C::kScaleArrayBytes;
     if constexpr (C::kHasMantissa) {
         const int biased = (scale >> 23) & 0xff;
         float exponent = static_cast<float>(biased - 127), mantissa = __uint_as_float((scale & 0x807fffffu) | 0x3f800000u);
@@ -142,7 +145,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
         // Q's power of two comes off first, then the scale goes on: product * scale alone may leave fp32's range.
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
-            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + block.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kKeys));
+            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + block.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kScaleStride));
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
                 s[o][n][0] = fmaf(product[o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);

@@ -113,9 +113,9 @@ struct ValueAddresses {
         const int g = lane / 4, t = lane % 4;
         const int matrix = lane / 8, row = row_of_column(lane % 8 + 8 * (matrix / 2));
         const int first = is_rope ? C::Record::kRopeOffset + 2 * (warp * C::kValueDims % kTileDims) : warp * C::kValueDims;
-        value = shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2);
-        score = shared + C::kScoreOffset + 4 * (g * C::kScoreStride + 2 * t);
-        exponent = shared + C::kScaleOffset + 4 * ((C::kScaleRows + scale_row) * C::kKeys + 2 * t);
+        value = ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2));
+        score = ptx::opaque(shared + C::kScoreOffset + 4 * (g * C::kScoreStride + 2 * t));
+        exponent = ptx::opaque(shared + C::kScaleOffset + C::kScaleArrayBytes + 4 * (scale_row * C::kScaleStride + 2 * t));
     }
 };
 

@@ -22,7 +22,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Its share of the values: all keys, some dims, which have one scale per key.
     const int value_scale_row = warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
     const bool value_is_rope = C::Record::kRopeInV && value_scale_row == C::kScaleRows - 1;
-    const bool keeps_sum = warp == C::kWarps - 1;   // the others only need their own reference
+    const bool keeps_sum = warp == 0;   // the others only need their own reference
 
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
@@ -52,10 +52,21 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     q.load_rope(q_rows, part, lane);
     if (threadIdx.x == 0) expect_partials<C>(shared, splits);
 
+    // Block 0 without waiting to know which blocks there are; should the split begin with a hole, once more.
+    if (p.source[0].groups + p.source[1].groups > 0) {
+        ring.fetch(fetch_entry<C>(p, lists, place_of(first_group, ring.row), slots[0]), 0, 0);
+    }
+    ptx::cp_async_commit_group();
     const auto blocks = BlockRange::make<C::kKeyGroups>(p, splits.rank, lists.main_length, lists.extra_length);
     auto group_of = [&](int i) { return blocks.template group_of<C::kKeyGroups>(i); };
+    if (blocks.count > 0 && group_of(0) != first_group) {
+        ptx::cp_async_wait_group<0>();
+        const KeyPlace place = place_of(group_of(0), ring.row);
+        ring.fetch(fetch_entry<C>(p, lists, place, load_slot(p, lists, place)), 0, 0);
+        ptx::cp_async_commit_group();
+    }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
+    for (int i = 1; i < kAhead; ++i) {
         if (i < blocks.count) {
             const KeyPlace place = place_of(group_of(i), ring.row);
             if (group_of(i) != first_group + i * C::kKeyGroups) slots[i] = load_slot(p, lists, place);   // behind a hole
@@ -64,10 +75,12 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         ptx::cp_async_commit_group();
     }
     const FetchTable<C> table(shared_address);
-    const bool finds_keys = warp < C::kKeys / 32;   // for the blocks to come, lane by lane
+    // The last warps find the keys of blocks to come, lane by lane: V4's accumulate RoPE, which needs no conversion.
+    const int found_key = static_cast<int>(threadIdx.x) - (C::kThreads - C::kKeys);
+    const bool finds_keys = warp >= C::kWarps - C::kKeys / 32;
     int32_t next_slot = -1;
     auto load_next_slot = [&](int i) {
-        if (finds_keys && i < blocks.count) next_slot = load_slot(p, lists, place_of(group_of(i), threadIdx.x));
+        if (finds_keys && i < blocks.count) next_slot = load_slot(p, lists, place_of(group_of(i), found_key));
     };
     load_next_slot(kAhead);
     q.convert(q_tile, q_rows, shared, p.scale_log2, part, warp, lane);
@@ -80,9 +93,11 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const ScoreAddresses<C> score_at(shared_address, warp_key, part, lane);
     const ValueAddresses<C> value_at(shared_address, warp, value_scale_row, value_is_rope, lane);
     WeightFragments<C> weights;
+    ValueFragments<C> values;
     auto accumulate = [&](BlockOffsets block) {
+        if (!C::kLoadsValuesEarly && !value_is_rope) load_values<C>(values, value_at.value + block.ring);
         if (value_is_rope) acc.multiply_bf16(weights, value_at.value + block.ring);
-        else acc.multiply_e4m3(weights, value_at.value + block.ring);
+        else acc.multiply_e4m3(weights, values);
     };
 
     BlockOffsets block = {0, 0, 0, 0}, free_block = {kAhead * C::kStageBytes, kAhead * C::kKeys * 4, 0, 0};
@@ -92,7 +107,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         else compute_scores<C, false>(q, p.scale_log2, score_at, block, part, lane);
         const int ahead = i + kAhead;
         if (finds_keys && ahead < blocks.count) {
-            table.store(ahead, threadIdx.x, fetch_entry<C>(p, lists, place_of(group_of(ahead), threadIdx.x), next_slot));
+            table.store(ahead, found_key, fetch_entry<C>(p, lists, place_of(group_of(ahead), found_key), next_slot));
             load_next_slot(ahead + 1);
         }
 
@@ -100,9 +115,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         // the block before any more, whose stage is filled again.
         ptx::cp_async_wait_group<kAhead - 2>();
         __syncthreads();
-        if (ahead < blocks.count) ring.fetch(table.load(ahead, ring.row), free_block.ring, free_block.mask);
-        ptx::cp_async_commit_group();
-        free_block = block;
+        if (C::kLoadsValuesEarly && !value_is_rope) load_values<C>(values, value_at.value + block.ring);
 
         // Softmax weights, one head group after the other.
 #pragma unroll
@@ -118,6 +131,9 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             }
             pack_weights<C>(weights, s, n, value_is_rope);
         }
+        if (ahead < blocks.count) ring.fetch(table.load(ahead, ring.row), free_block.ring, free_block.mask);
+        ptx::cp_async_commit_group();
+        free_block = block;
         if (i + 1 == blocks.count) break;   // the last block's values wait for what comes next
         accumulate(block);
         block = block.next<C>();

@@ -98,61 +98,82 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     const int t = lane % 4;
     const bool rope_last = last_tile_is_rope<C>(part);
     constexpr int kOctetRows = 8 * C::kRowPitch, kOctetFloats = 32;   // bytes from octet to octet
+
+    // All of the block that this lane reads, first, since what follows is long.
+    uint4 keys[C::kOctets][C::kTilesPerPart], more[C::kOctets];
+    uint32_t scales[C::kOctets];
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
-        const uint32_t from = at.scale + block.ring + o * kOctetRows;
-        const uint32_t scale = C::kHasMantissa ? ptx::ld_shared_u32(from) : ptx::ld_shared_u8(from);
-        if (t < C::kScaleRowsPerPart) {
-            store_scale<C>(at.scale_store + block.scale + o * kOctetFloats, scale, rope_last && t == C::kScaleRowsPerPart - 1);
-        }
+        const uint32_t octet = block.ring + o * kOctetRows;
+#pragma unroll
+        for (int j = 0; j < C::kTilesPerPart; ++j) keys[o][j] = ptx::ld_shared_v4(at.key + octet + j * kTileDims);
+        scales[o] = C::kHasMantissa ? ptx::ld_shared_u32(at.scale + octet) : ptx::ld_shared_u8(at.scale + octet);
+        if (rope_last) more[o] = ptx::ld_shared_v4(at.key + octet + C::kTilesPerPart * kTileDims);
     }
-    __syncwarp();
 
+    // Tile by tile; a tile's products are used while the next one's are on their way.
     float s[C::kOctets][C::kHeadGroups][2] = {};   // heads g + 8 n, columns 2t and 2t + 1
-#pragma unroll
-    for (int j = 0; j < C::kTilesPerPart; ++j) {
+    Product<C> product[2][C::kOctets];
+    auto multiply_tile = [&](int j) {
         uint32_t pairs[C::kOctets][8];
-        const bool is_rope = j == C::kTilesPerPart - 1 && rope_last;
+        auto multiply = [&](auto is_bf16) {
 #pragma unroll
-        for (int o = 0; o < C::kOctets; ++o) {
-            const uint32_t from = at.key + block.ring + o * kOctetRows + j * kTileDims;
-            const uint4 k = ptx::ld_shared_v4(from);
-            if (is_rope) {
-                const uint4 more = ptx::ld_shared_v4(from + 64);
-                pairs[o][0] = k.x, pairs[o][1] = k.y, pairs[o][2] = k.z, pairs[o][3] = k.w;
-                pairs[o][4] = more.x, pairs[o][5] = more.y, pairs[o][6] = more.z, pairs[o][7] = more.w;
-            } else {
-                ptx::cvt_f16x4_e4m3x4(pairs[o][0], pairs[o][1], k.x);
-                ptx::cvt_f16x4_e4m3x4(pairs[o][2], pairs[o][3], k.y);
-                ptx::cvt_f16x4_e4m3x4(pairs[o][4], pairs[o][5], k.z);
-                ptx::cvt_f16x4_e4m3x4(pairs[o][6], pairs[o][7], k.w);
+            for (int o = 0; o < C::kOctets; ++o) product[j % 2][o] = {};
+#pragma unroll
+            for (int f = 0; f < C::kFragmentsPerTile; ++f) {
+#pragma unroll
+                for (int o = 0; o < C::kOctets; ++o) product[j % 2][o].template add<is_bf16.value>(q.fragment[j][f], pairs[o] + 8 / C::kFragmentsPerTile * f);
+            }
+        };
+        if (j == C::kTilesPerPart - 1 && rope_last) {
+#pragma unroll
+            for (int o = 0; o < C::kOctets; ++o) {
+                pairs[o][0] = keys[o][j].x, pairs[o][1] = keys[o][j].y, pairs[o][2] = keys[o][j].z, pairs[o][3] = keys[o][j].w;
+                pairs[o][4] = more[o].x, pairs[o][5] = more[o].y, pairs[o][6] = more[o].z, pairs[o][7] = more[o].w;
+            }
+            multiply(std::true_type());
+        } else {
+#pragma unroll
+            for (int o = 0; o < C::kOctets; ++o) {
+                ptx::cvt_f16x4_e4m3x4(pairs[o][0], pairs[o][1], keys[o][j].x);
+                ptx::cvt_f16x4_e4m3x4(pairs[o][2], pairs[o][3], keys[o][j].y);
+                ptx::cvt_f16x4_e4m3x4(pairs[o][4], pairs[o][5], keys[o][j].z);
+                ptx::cvt_f16x4_e4m3x4(pairs[o][6], pairs[o][7], keys[o][j].w);
                 if constexpr (kQueryIsBf16) {
 #pragma unroll
                     for (int i = 0; i < 8; ++i) pairs[o][i] = ptx::cvt_bf16x2_f16x2(pairs[o][i]);
                 }
             }
+            multiply(std::bool_constant<kQueryIsBf16>());
         }
-        Product<C> product[C::kOctets];
-        auto multiply = [&](auto is_bf16) {
-#pragma unroll
-            for (int f = 0; f < C::kFragmentsPerTile; ++f) {
-#pragma unroll
-                for (int o = 0; o < C::kOctets; ++o) product[o].template add<is_bf16.value>(q.fragment[j][f], pairs[o] + 8 / C::kFragmentsPerTile * f);
-            }
-        };
-        if (kQueryIsBf16 || is_rope) multiply(std::true_type());
-        else multiply(std::false_type());
-        // Q's power of two comes off first, then the scale goes on: product * scale alone may leave fp32's range.
+    };
+    // Q's power of two comes off first, then the scale goes on: product * scale alone may leave fp32's range.
+    auto add_tile = [&](int j) {
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
             const float2 scale = ptx::ld_shared_f32x2(at.scale_load + block.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kScaleStride));
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
-                s[o][n][0] = fmaf(product[o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
-                s[o][n][1] = fmaf(product[o].at(n, 1) * q.unscale[j][n], scale.y, s[o][n][1]);
+                s[o][n][0] = fmaf(product[j % 2][o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
+                s[o][n][1] = fmaf(product[j % 2][o].at(n, 1) * q.unscale[j][n], scale.y, s[o][n][1]);
             }
         }
+    };
+    multiply_tile(0);
+    // The scales change hands: from the lane that has read one to those of its column.
+#pragma unroll
+    for (int o = 0; o < C::kOctets; ++o) {
+        if (t < C::kScaleRowsPerPart) {
+            store_scale<C>(at.scale_store + block.scale + o * kOctetFloats, scales[o], rope_last && t == C::kScaleRowsPerPart - 1);
+        }
     }
+    __syncwarp();
+#pragma unroll
+    for (int j = 1; j < C::kTilesPerPart; ++j) {
+        multiply_tile(j);
+        add_tile(j - 1);
+    }
+    add_tile(C::kTilesPerPart - 1);
 
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
@@ -166,12 +187,12 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
                 const uint2 k = ptx::ld_shared_v2(from);
                 pairs[0] = k.x, pairs[1] = k.y;
             }
-            Product<C> product;
-            product.template add<true>(q.rope, pairs);
+            Product<C> rope;
+            rope.template add<true>(q.rope, pairs);
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(product.at(n, i), scale_log2, s[o][n][i]);
+                for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(rope.at(n, i), scale_log2, s[o][n][i]);
             }
         }
         const float2 mask = ptx::ld_shared_f32x2(at.mask + block.mask + o * kOctetFloats);

@@ -50,15 +50,20 @@ __device__ __forceinline__ void apply_per_key(ScoreFragment<C>& s, uint32_t at, 
     }
 }
 
-// Over the block's keys; the lanes of a quad hold the same heads.
+// Over the block's keys that this lane holds, and over all of them: the lanes of a quad hold the same heads.
 template <class C>
-__device__ __forceinline__ float row_max(const ScoreFragment<C>& s) {
-    float m = -INFINITY;
+__device__ __forceinline__ float lane_max(const ScoreFragment<C>& s) {
+    float m[C::kKeyGroups];   // a tree, not a chain
 #pragma unroll
-    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+    for (int ks = 0; ks < C::kKeyGroups; ++ks) m[ks] = fmaxf(fmaxf(s[ks][0], s[ks][1]), fmaxf(s[ks][2], s[ks][3]));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) m = fmaxf(m, s[ks][i]);
+    for (int step = 1; step < C::kKeyGroups; step *= 2) {
+#pragma unroll
+        for (int ks = 0; ks + step < C::kKeyGroups; ks += 2 * step) m[ks] = fmaxf(m[ks], m[ks + step]);
     }
+    return m[0];
+}
+__device__ __forceinline__ float quad_max(float m) {
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
     return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
@@ -71,15 +76,16 @@ struct RowSum {
 
     // `sum` is this lane's share until `finish`.
     __device__ __forceinline__ void add(const ScoreFragment<C>& s) {
-        const float m = row_max<C>(s);
-        if (m > reference + kSlack) {
+        float m = lane_max<C>(s);
+        if (__any_sync(0xffffffffu, m > reference + kSlack)) {
+            m = fmaxf(reference, quad_max(m));
             sum *= ptx::ex2_ftz(reference - m);
             reference = m;
         }
 #pragma unroll
         for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum += ptx::ex2_ftz(s[ks][i] - reference);
+            sum += (ptx::ex2_ftz(s[ks][0] - reference) + ptx::ex2_ftz(s[ks][1] - reference)) +
+                   (ptx::ex2_ftz(s[ks][2] - reference) + ptx::ex2_ftz(s[ks][3] - reference));
         }
     }
 

@@ -9,6 +9,22 @@ namespace flash_mla::sm90::head16 {
 template <class C>
 using WeightFragments = uint32_t[C::kKeyGroups][C::kHeadGroups][2];
 
+// A warp's dims of a block of V, e4m3, as ldmatrix fetches them: (keys 0-7, dims 0-15), (0-7, 16-31), (8-15, 0-15),
+// (8-15, 16-31) of two units and a k step.
+template <class C>
+using ValueFragments = uint32_t[C::kValueUnits / 2][C::kKeyGroups][4];
+
+template <class C>
+__device__ __forceinline__ void load_values(ValueFragments<C>& v, uint32_t value_at) {
+#pragma unroll
+    for (int u = 0; u < C::kValueUnits / 2; ++u) {
+#pragma unroll
+        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+            ptx::ldmatrix_x4_trans(v[u][ks], value_at + 2 * u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
+        }
+    }
+}
+
 // The matrix product is out^T[dims x heads] += V^T[dims x keys] * P^T[keys x heads]: 8 heads are a full N. The scale
 // of V is constant over the warp's dims for each key, so it rides in P: P's reference is the warp's own, the largest
 // score + scale exponent it has seen.
@@ -32,9 +48,9 @@ struct Accumulator {
     // Scores plus scale exponents of head group n to weights, in place; what has been accumulated is rescaled if the
     // reference moves.
     __device__ __forceinline__ void weigh(ScoreFragment<C>& s, int n, int lane) {
-        const float m = row_max<C>(s);
+        const float m = lane_max<C>(s);
         if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
-            const float larger = fmaxf(reference[n], m), factor = ptx::ex2_ftz(reference[n] - larger);
+            const float larger = fmaxf(reference[n], quad_max(m)), factor = ptx::ex2_ftz(reference[n] - larger);
             reference[n] = larger;
             const int t = lane % 4;   // heads 2t and 2t + 1 are rows 8t and 8t + 4
             const float f0 = __shfl_sync(0xffffffffu, factor, 8 * t), f1 = __shfl_sync(0xffffffffu, factor, 8 * t + 4);
@@ -51,31 +67,25 @@ struct Accumulator {
         }
     }
 
-    // `value_at`: this lane's row for ldmatrix of the warp's first dims, e4m3.
-    //
     // Transposing 8x8 matrices of 16-bit elements, here pairs of e4m3 dims, gives a lane two keys of two dims. Sorted by
-    // dim and converted, those are two A registers of V^T, of dims 2g and 2g + 1: rows g and g + 8 of a unit. One
-    // ldmatrix fetches (keys 0-7, dims 0-15), (0-7, 16-31), (8-15, 0-15), (8-15, 16-31): two units.
-    __device__ __forceinline__ void multiply_e4m3(const WeightFragments<C>& w, uint32_t value_at) {
+    // dim and converted, those are two A registers of V^T, of dims 2g and 2g + 1: rows g and g + 8 of a unit.
+    __device__ __forceinline__ void multiply_e4m3(const WeightFragments<C>& w, const ValueFragments<C>& v) {
 #pragma unroll
-        for (int u = 0; u < C::kValueUnits; u += 2) {
+        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
 #pragma unroll
-            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-                uint32_t r[4];
-                ptx::ldmatrix_x4_trans(r, value_at + u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
+            for (int u = 0; u < C::kValueUnits; ++u) {
+                const uint32_t(&r)[4] = v[u / 2][ks];
+                uint32_t a[4];
+                ptx::cvt_f16x4_e4m3x4(a[0], a[1], __byte_perm(r[u % 2], 0, 0x3120));
+                ptx::cvt_f16x4_e4m3x4(a[2], a[3], __byte_perm(r[2 + u % 2], 0, 0x3120));
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    uint32_t a[4];
-                    ptx::cvt_f16x4_e4m3x4(a[0], a[1], __byte_perm(r[i], 0, 0x3120));
-                    ptx::cvt_f16x4_e4m3x4(a[2], a[3], __byte_perm(r[2 + i], 0, 0x3120));
-#pragma unroll
-                    for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<false>(out[u + i][n], a, w[ks][n]);
-                }
+                for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<false>(out[u][n], a, w[ks][n]);
             }
         }
     }
 
-    // The same for RoPE, bf16: one ldmatrix fetches one unit, whose rows are dims in order.
+    // The same for RoPE, bf16: one ldmatrix fetches one unit, whose rows are dims in order. `value_at`: this lane's row for
+    // it, of the warp's first dims.
     __device__ __forceinline__ void multiply_bf16(const WeightFragments<C>& w, uint32_t value_at) {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {

@@ -32,24 +32,6 @@ __device__ __forceinline__ uint32_t mapa(uint32_t shared_address, uint32_t rank)
     return r;
 }
 
-// Barriers that count bytes: they complete when the expected number has been written by st_async.
-__device__ __forceinline__ void mbarrier_init_expect_tx(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_wait_first_phase(uint32_t barrier) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "AGAIN:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
-        "@!done bra AGAIN;\n"
-        "}" ::"r"(barrier)
-        : "memory");
-}
-
 // Stores into a peer's shared memory that count towards a barrier of that peer (both addresses from mapa).
 __device__ __forceinline__ void st_async(uint32_t address, float v, uint32_t barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),

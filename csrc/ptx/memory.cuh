@@ -19,21 +19,6 @@ __device__ __forceinline__ T* opaque(T* x) {
     return x;
 }
 
-// Asynchronous copies from global to shared memory. Of the 16 (8) bytes, the first `bytes` are copied and the others set
-// to zero; with none to copy the source is not read.
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, uint32_t bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void cp_async_8(uint32_t to, const void* from, uint32_t bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most kPending of this thread's latest groups are still on their way.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
@@ -64,6 +49,10 @@ __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
 
 __device__ __forceinline__ void st_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v2(uint32_t address, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_f32x2(uint32_t address, float2 v) {

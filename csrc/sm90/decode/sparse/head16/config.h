@@ -10,7 +10,6 @@ namespace flash_mla::sm90::head16 {
 inline constexpr int kMaxSplits = 16;   // CTAs of a cluster (more than 8 is non-portable, and available on SM90)
 inline constexpr int kTileDims = 64;    // dims that a lane quad covers with one 16-byte load of e4m3 per lane
 inline constexpr int kUnitDims = 16;    // dims of one M tile of P V: the grain in which splits share the merge
-inline constexpr int kThreadsPerKey = 8;   // that fetch it
 
 // kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.
 template <class Record_, int kHeadGroups_, int kKeys_>
@@ -20,8 +19,8 @@ struct Config {
     static constexpr int kKeys = kKeys_;
     static constexpr int kHeads = 8 * kHeadGroups;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
-    static constexpr int kThreads = kThreadsPerKey * kKeys;
-    static constexpr int kWarps = kThreads / 32;
+    static constexpr int kWarps = kKeys / 4;
+    static constexpr int kThreads = 32 * kWarps;
     static constexpr int kCtasPerSm = 512 / kThreads;
 
     // Scores: the dims are divided among 2 or 4 warps (parts), so that a part of Q, 8 or 16 heads of it, is 32
@@ -43,13 +42,17 @@ struct Config {
     static constexpr int kValueDims = Record::kDimV / kWarps;
     static constexpr int kValueUnits = kValueDims / kUnitDims;
     static constexpr int kUnits = Record::kDimV / kUnitDims;
-    static constexpr bool kLoadsValuesEarly = kHeadGroups == 1 && kKeys == 32;   // before the weights: where registers allow
+    static constexpr bool kLoadsValuesEarly = false;   // before the weights: where registers allow
 
     // Shared memory, in bytes from its start.
     //
     // A ring of blocks of keys as they are in the cache: a row of 16-byte chunks per key, V4's scales behind it. An odd
-    // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups.
+    // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups. Each stage has a barrier that
+    // completes when its rows have come.
     static constexpr int kStages = kHeadGroups == 1 ? 4 : 3;
+    static constexpr int kAhead = kStages - 1;   // blocks that are fetched before they are needed
+    static constexpr int kFinders = kKeys / 32;  // warps that find keys, one lane per key
+    static constexpr int kKeysPerWarp = kKeys / kWarps;   // that a warp fetches
     static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
     static constexpr int kStageBytes = kKeys * kRowPitch;
@@ -74,13 +77,14 @@ struct Config {
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kScaleOffset = kUnscaleOffset + kUnscaleBytes;
     static constexpr int kMaskOffset = kScaleOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
-    static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see FetchTable
+    static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see Ring
     static constexpr int kOwnStatsOffset =                                        // {reference, sum} per head
-        std::max(kFetchTableOffset + 2 * kKeys * 16, kIncomingOffset + 45 * kUnitBytes);
+        std::max(kFetchTableOffset + 2 * kKeys * 8, kIncomingOffset + 45 * kUnitBytes);
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [split][head]
     static constexpr int kWeightOffset = kPeerLseOffset + kMaxSplits * kHeads * 4;   // [split][head]
-    static constexpr int kBarrierOffset = kWeightOffset + kMaxSplits * kHeads * 4;
-    static constexpr int kSharedBytes = kBarrierOffset + 16;
+    static constexpr int kMergeBarrierOffset = kWeightOffset + kMaxSplits * kHeads * 4;
+    static constexpr int kStageBarrierOffset = kMergeBarrierOffset + 8;           // [stage]
+    static constexpr int kSharedBytes = kStageBarrierOffset + 8 * kStages;
 
     static_assert(kUnits == 32 && kTiles <= kWarps);
     static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);

@@ -6,6 +6,7 @@
 // out. With one split the CTA is its own only peer.
 #pragma once
 #include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
 #include "sm90/decode/sparse/head16/values.cuh"
 
 namespace flash_mla::sm90::head16 {
@@ -26,8 +27,10 @@ struct SplitsOfTile {
 // By one thread, before the CTA first arrives at the barrier of the cluster.
 template <class C>
 __device__ __forceinline__ void expect_partials(char* shared, SplitsOfTile splits) {
-    const int bytes = splits.count * (splits.own_units<C>() * C::kUnitBytes + C::kHeads * 4);
-    ptx::mbarrier_init_expect_tx(ptx::shared_address(shared + C::kBarrierOffset), bytes);
+    const uint32_t barrier = ptx::shared_address(shared + C::kMergeBarrierOffset);
+    ptx::mbarrier_init(barrier, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(barrier, splits.count * (splits.own_units<C>() * C::kUnitBytes + C::kHeads * 4));
 }
 
 // By the warp that keeps the sum: {reference, sum} of every head, for sum * 2^reference.
@@ -77,7 +80,7 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const No
                                              SplitsOfTile splits, bool is_rope, int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
     const uint32_t incoming = ptx::shared_address(shared + C::kIncomingOffset);
-    const uint32_t barrier = ptx::shared_address(shared + C::kBarrierOffset);
+    const uint32_t barrier = ptx::shared_address(shared + C::kMergeBarrierOffset);
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
         const int unit = warp * C::kValueUnits + u, owner = splits.owner(unit);
@@ -179,7 +182,7 @@ __device__ __forceinline__ void write_units(const OutputTile& tile, const char* 
 
 template <class C>
 __device__ __forceinline__ void receive_and_write(const OutputTile& tile, char* shared, SplitsOfTile splits, int warp, int lane) {
-    ptx::mbarrier_wait_first_phase(ptx::shared_address(shared + C::kBarrierOffset));
+    ptx::mbarrier_wait(ptx::shared_address(shared + C::kMergeBarrierOffset), 0);
     weigh_splits<C>(tile, shared, splits, 32 * warp + lane);
     __syncthreads();
     write_units<C>(tile, shared, splits, warp, lane);

@@ -137,9 +137,10 @@ struct Query {
         }
     }
 
-    // All warps of the CTA together, through shared memory.
+    // All warps of the CTA together, through shared memory. What `before_barrier` writes there is visible afterwards too.
+    template <class BeforeBarrier>
     __device__ __forceinline__ void convert(QueryTile<C>& own_tile, const QueryRows& rows, char* shared, float scale_log2,
-                                            int part, int warp, int lane) {
+                                            int part, int warp, int lane, BeforeBarrier before_barrier) {
         uint4* all_fragments = reinterpret_cast<uint4*>(shared + C::kQueryOffset);
         float* unscales = reinterpret_cast<float*>(shared + C::kUnscaleOffset);
         constexpr int kPerTile = C::kFragmentsPerTile * 32;
@@ -149,6 +150,7 @@ struct Query {
         if (warp < C::kTiles) {
             own_tile.store(all_fragments + warp * kPerTile, unscales + warp * C::kHeads, scale_log2, is_bf16 || is_rope, lane);
         }
+        before_barrier();
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < C::kTilesPerPart; ++j) {

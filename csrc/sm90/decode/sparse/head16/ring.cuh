@@ -1,76 +1,103 @@
 // Keys from global memory into the ring, as they are, some blocks ahead of their use.
+//
+// A copy is one instruction a key, but a warp starts one after the other, so every warp copies four keys of each block.
+// Finding keys, that is slot, address and validity, is best done a warp at a time: the last kFinders warps do it, one lane
+// per key, a block ahead of copying, and tell the others through a table in shared memory. The first kAhead blocks cannot
+// wait for that: there each warp finds its own keys.
 #pragma once
 #include <cmath>
 
+#include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "sm90/decode/sparse/head16/config.h"
 #include "sm90/decode/sparse/keys.cuh"
 
 namespace flash_mla::sm90::head16 {
 
-// Where a key's bytes come from, as it lies in shared memory. What is no key has 0 bytes to copy; the addresses are then
-// those of slot 0.
-struct alignas(16) FetchEntry {
-    const uint8_t* row;
-    uint32_t scales_from_row;   // distance
-    uint32_t bytes;             // 16 or 0 for each chunk
+// A stage of the ring as offsets: of its rows, its masks, its barrier; and the parity of the barrier's phase.
+struct Stage {
+    uint32_t rows = 0, mask = 0, barrier = 0, parity = 0;
+
+    template <class C>
+    __device__ __forceinline__ static Stage make(int i) {
+        return {static_cast<uint32_t>(i * C::kStageBytes), static_cast<uint32_t>(i * C::kKeys * 4), static_cast<uint32_t>(8 * i), 0};
+    }
+    template <class C>
+    __device__ __forceinline__ Stage next() const {
+        const bool last = barrier == 8 * (C::kStages - 1);
+        return {last ? 0 : rows + C::kStageBytes, last ? 0 : mask + C::kKeys * 4, last ? 0 : barrier + 8, parity ^ last};
+    }
 };
 
+// A key on its way, in the hands of the lane that found it.
 template <class C>
-__device__ __forceinline__ FetchEntry fetch_entry(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place,
-                                                  int32_t slot) {
-    const bool valid = is_key(p, lists, place, slot);
-    const KeyAddress a = locate<typename C::Record>(p.source[place.extra], valid ? slot : 0);
-    return {a.row, a.scales_from_row, valid ? 16u : 0u};
-}
-
-// Eight lanes fetch one key, 128 contiguous bytes at a time. What is no key becomes zeros, so that whatever lies in its
-// slot, NaN bytes too, has no effect; its mask makes its score -inf.
-template <class C>
-struct RingWriter {
+struct FoundKey {
     using Record = typename C::Record;
-    uint32_t row_at, mask_at;   // of stage 0: this lane's place in its key's row, and its key's mask
-    int row, lane_of_key;
+    const uint8_t* row;
+    bool valid;
+    uint2 scales;   // V4's 8 bytes; V3.2's lie in the row
 
-    __device__ __forceinline__ explicit RingWriter(uint32_t shared)
-        : row(threadIdx.x / kThreadsPerKey), lane_of_key(threadIdx.x % kThreadsPerKey) {
-        row_at = ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + 16 * lane_of_key);
-        mask_at = ptx::opaque(shared + C::kMaskOffset + 4 * column_of_row(row));
-    }
-
-    // Starts fetching this lane's part of its key. `ring` and `mask`: offsets of the stage.
-    __device__ __forceinline__ void fetch(const FetchEntry& entry, uint32_t ring, uint32_t mask) const {
-        const uint32_t to = row_at + ring;
-        const uint8_t* from = ptx::opaque(entry.row + 16 * lane_of_key);
-        constexpr int kChunks = Record::kRowBytes / 16;
-        constexpr int kDone = kChunks / kThreadsPerKey * kThreadsPerKey, kLeft = kChunks - kDone;
-#pragma unroll
-        for (int i = 0; i < kDone; i += kThreadsPerKey) ptx::cp_async_16(to + 16 * i, from + 16 * i, entry.bytes);
-        if (lane_of_key < kLeft) {
-            ptx::cp_async_16(to + 16 * kDone, from + 16 * kDone, entry.bytes);
-        } else if (Record::kScalesAfterRows && lane_of_key == kLeft) {   // its next chunk is the one behind the row
-            ptx::cp_async_8(to + 16 * kDone, entry.row + entry.scales_from_row, entry.bytes / 2);
-        }
-        if (lane_of_key == kThreadsPerKey - 1) ptx::st_shared_f32(mask_at + mask, entry.bytes ? 0.f : -INFINITY);
+    __device__ __forceinline__ void locate(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place, int32_t slot) {
+        valid = is_key(p, lists, place, slot);
+        const KeyAddress a = sm90::locate<Record>(p.source[place.extra], valid ? slot : 0);
+        row = a.row;
+        if constexpr (Record::kScalesAfterRows) scales = __ldg(reinterpret_cast<const uint2*>(a.row + a.scales_from_row));
     }
 };
 
-// After the first blocks, whose keys every thread finds for itself, one lane per key finds it for all eight, a block
-// ahead of the fetch: through a table in shared memory with room for two blocks.
 template <class C>
-struct FetchTable {
-    uint32_t at;
+struct Ring {
+    using Record = typename C::Record;
+    static constexpr uint32_t kRowBytes = Record::kRowBytes;
+    uint32_t shared;
 
-    __device__ __forceinline__ explicit FetchTable(uint32_t shared) : at(ptx::opaque(shared + C::kFetchTableOffset)) {}
-    __device__ __forceinline__ uint32_t entry(int block, int key) const { return at + 16 * ((block & 1) * C::kKeys + key); }
+    __device__ __forceinline__ uint32_t barrier(Stage s) const { return shared + C::kStageBarrierOffset + s.barrier; }
+    __device__ __forceinline__ uint32_t row(Stage s, int key) const { return shared + C::kRingOffset + s.rows + key * C::kRowPitch; }
 
-    __device__ __forceinline__ void store(int block, int key, const FetchEntry& e) const {
-        const uint64_t row = reinterpret_cast<uint64_t>(e.row);
-        ptx::st_shared_v4(entry(block, key), static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), e.scales_from_row, e.bytes);
+    // By one thread, once.
+    __device__ __forceinline__ void init_barriers() const {
+#pragma unroll
+        for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(shared + C::kStageBarrierOffset + 8 * i, C::kWarps);
     }
-    __device__ __forceinline__ FetchEntry load(int block, int key) const {
-        const uint4 v = ptx::ld_shared_v4(entry(block, key));
-        return {reinterpret_cast<const uint8_t*>(static_cast<uint64_t>(v.y) << 32 | v.x), v.z, v.w};
+    __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
+
+    // By every warp, with its keys of a block in consecutive lanes, `lanes` of the warp. What is no key becomes zeros, so
+    // that whatever lies in its slot, NaN bytes too, has no effect.
+    __device__ __forceinline__ void copy(Stage s, int key, const uint8_t* from, bool valid, uint32_t lanes, int lane) const {
+        const uint32_t valid_lanes = __ballot_sync(0xffffffffu, valid) & lanes;
+        if (!(lanes >> lane & 1)) return;
+        if (lane == __ffs(lanes) - 1) ptx::mbarrier_arrive_expect_tx(barrier(s), __popc(valid_lanes) * kRowBytes);
+        const uint32_t to = row(s, key);
+        if (valid) {
+            ptx::cp_async_bulk(to, from, kRowBytes, barrier(s));
+        } else {
+#pragma unroll 1
+            for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
+            ptx::fence_proxy_async();   // the next block of this stage may bring a key
+        }
+    }
+
+    // By the lane that has found the key: its scales, and its mask, which makes the score of what is no key -inf.
+    __device__ __forceinline__ void store_scales_and_mask(Stage s, int key, const FoundKey<C>& found) const {
+        if constexpr (Record::kScalesAfterRows) {
+            ptx::st_shared_v2(row(s, key) + kRowBytes, found.valid ? found.scales : make_uint2(0, 0));
+        }
+        ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), found.valid ? 0.f : -INFINITY);
+    }
+
+    // The table, with room for two blocks: the address of a key, 0 for what is no key.
+    __device__ __forceinline__ uint32_t table(int block, int key) const {
+        return shared + C::kFetchTableOffset + 8 * ((block & 1) * C::kKeys + key);
+    }
+    __device__ __forceinline__ void tell(int block, int key, const FoundKey<C>& found) const {
+        const uint64_t row = found.valid ? reinterpret_cast<uint64_t>(found.row) : 0;
+        ptx::st_shared_v2(table(block, key), make_uint2(static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32)));
+    }
+    __device__ __forceinline__ void copy_as_told(Stage s, int block, int warp, int lane) const {
+        const int key = C::kKeysPerWarp * warp + lane % C::kKeysPerWarp;
+        const uint2 v = ptx::ld_shared_v2(table(block, key));
+        const uint64_t row = static_cast<uint64_t>(v.y) << 32 | v.x;
+        copy(s, key, reinterpret_cast<const uint8_t*>(row), row != 0, (1u << C::kKeysPerWarp) - 1, lane);
     }
 };
 

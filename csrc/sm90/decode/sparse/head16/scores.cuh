@@ -7,6 +7,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "sm90/decode/sparse/head16/query.cuh"
+#include "sm90/decode/sparse/head16/ring.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -38,15 +39,12 @@ struct ScoreAddresses {
     }
 };
 
-// Offsets of a block's stage in the ring and of its buffers.
-struct BlockOffsets {
-    uint32_t ring, mask;    // steps through kStages
-    uint32_t score, scale;  // alternates
-
+// One of the two buffers for scores and scales, as offsets.
+struct ScoreBuffer {
+    uint32_t score = 0, scale = 0;
     template <class C>
-    __device__ __forceinline__ BlockOffsets next() const {
-        const bool last = ring == (C::kStages - 1) * C::kStageBytes;
-        return {last ? 0 : ring + C::kStageBytes, last ? 0 : mask + C::kKeys * 4, C::kScoreBytes - score, C::kScaleBytes - scale};
+    __device__ __forceinline__ ScoreBuffer other() const {
+        return {C::kScoreBytes - score, C::kScaleBytes - scale};
     }
 };
 
@@ -94,7 +92,7 @@ struct Product {
 // Scores of the warp's keys over the dims of `part`, and their scales, to shared memory.
 template <class C, bool kQueryIsBf16>
 __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at,
-                                               BlockOffsets block, int part, int lane) {
+                                               Stage stage, ScoreBuffer buffer, int part, int lane) {
     const int t = lane % 4;
     const bool rope_last = last_tile_is_rope<C>(part);
     constexpr int kOctetRows = 8 * C::kRowPitch, kOctetFloats = 32;   // bytes from octet to octet
@@ -104,7 +102,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     uint32_t scales[C::kOctets];
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
-        const uint32_t octet = block.ring + o * kOctetRows;
+        const uint32_t octet = stage.rows + o * kOctetRows;
 #pragma unroll
         for (int j = 0; j < C::kTilesPerPart; ++j) keys[o][j] = ptx::ld_shared_v4(at.key + octet + j * kTileDims);
         scales[o] = C::kHasMantissa ? ptx::ld_shared_u32(at.scale + octet) : ptx::ld_shared_u8(at.scale + octet);
@@ -151,7 +149,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     auto add_tile = [&](int j) {
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
-            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + block.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kScaleStride));
+            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + buffer.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kScaleStride));
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
                 s[o][n][0] = fmaf(product[j % 2][o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
@@ -164,7 +162,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if (t < C::kScaleRowsPerPart) {
-            store_scale<C>(at.scale_store + block.scale + o * kOctetFloats, scales[o], rope_last && t == C::kScaleRowsPerPart - 1);
+            store_scale<C>(at.scale_store + buffer.scale + o * kOctetFloats, scales[o], rope_last && t == C::kScaleRowsPerPart - 1);
         }
     }
     __syncwarp();
@@ -179,7 +177,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     for (int o = 0; o < C::kOctets; ++o) {
         if constexpr (C::kRopeWords > 0) {
             uint32_t pairs[4];
-            const uint32_t from = at.more + block.ring + o * kOctetRows;
+            const uint32_t from = at.more + stage.rows + o * kOctetRows;
             if constexpr (C::kRopeWords == 4) {
                 const uint4 k = ptx::ld_shared_v4(from);
                 pairs[0] = k.x, pairs[1] = k.y, pairs[2] = k.z, pairs[3] = k.w;
@@ -195,11 +193,11 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
                 for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(rope.at(n, i), scale_log2, s[o][n][i]);
             }
         }
-        const float2 mask = ptx::ld_shared_f32x2(at.mask + block.mask + o * kOctetFloats);
+        const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask + o * kOctetFloats);
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
-            ptx::st_shared_f32x2(at.score + block.score + o * kOctetFloats + 4 * (8 * n * C::kScoreStride), masked);
+            ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetFloats + 4 * (8 * n * C::kScoreStride), masked);
         }
     }
 }

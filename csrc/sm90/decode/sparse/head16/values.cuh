@@ -45,18 +45,20 @@ struct Accumulator {
         }
     }
 
-    // Scores plus scale exponents of head group n to weights, in place; what has been accumulated is rescaled if the
-    // reference moves.
-    __device__ __forceinline__ void weigh(ScoreFragment<C>& s, int n, int lane) {
+    // Scores plus scale exponents of head group n to weights, in place; what has been accumulated, unless this is the
+    // first block, is rescaled if the reference moves.
+    __device__ __forceinline__ void weigh(ScoreFragment<C>& s, int n, bool first, int lane) {
         const float m = lane_max<C>(s);
         if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
             const float larger = fmaxf(reference[n], quad_max(m)), factor = ptx::ex2_ftz(reference[n] - larger);
             reference[n] = larger;
-            const int t = lane % 4;   // heads 2t and 2t + 1 are rows 8t and 8t + 4
-            const float f0 = __shfl_sync(0xffffffffu, factor, 8 * t), f1 = __shfl_sync(0xffffffffu, factor, 8 * t + 4);
+            if (!first) {
+                const int t = lane % 4;   // heads 2t and 2t + 1 are rows 8t and 8t + 4
+                const float f0 = __shfl_sync(0xffffffffu, factor, 8 * t), f1 = __shfl_sync(0xffffffffu, factor, 8 * t + 4);
 #pragma unroll
-            for (int u = 0; u < C::kValueUnits; ++u) {
-                out[u][n][0] *= f0, out[u][n][1] *= f1, out[u][n][2] *= f0, out[u][n][3] *= f1;
+                for (int u = 0; u < C::kValueUnits; ++u) {
+                    out[u][n][0] *= f0, out[u][n][1] *= f1, out[u][n][2] *= f0, out[u][n][3] *= f1;
+                }
             }
         }
         const float shift = kWeightBias - reference[n];

@@ -5,41 +5,14 @@
 
 namespace flash_mla::sm90 {
 
-// The blocks of key groups that one split visits. The split's range follows from the shapes, so that the first
-// indices can be fetched together with the lengths; the lengths only cut off what lies behind them. The groups
-// of the main cache come first, so a short main length leaves a hole before the extra groups.
-struct BlockRange {
-    int begin;               // first group of this split
-    int blocks_before_hole;  // blocks [0, blocks_before_hole) and [first_after_hole, ..) have live keys
-    int first_after_hole;
-    int count;               // blocks to visit
-
-    template <int kGroupsPerBlock>
-    __device__ __forceinline__ static BlockRange make(const SparseDecodeParams& p, int split, int main_length,
-                                                      int extra_length) {
-        const int main_groups = p.source[0].groups;
-        const int main_live = (main_length + kKeysPerGroup - 1) / kKeysPerGroup;
-        const int extra_end = main_groups + (extra_length + kKeysPerGroup - 1) / kKeysPerGroup;
-        BlockRange r;
-        r.begin = split * p.groups_per_split;
-        const int range_end = min(r.begin + p.groups_per_split, main_groups + p.source[1].groups);
-        auto blocks_up_to = [&](int group) {
-            return max(0, min(group, range_end) - r.begin + kGroupsPerBlock - 1) / kGroupsPerBlock;
-        };
-        r.blocks_before_hole = blocks_up_to(main_live);
-        r.first_after_hole = max(r.blocks_before_hole, max(0, main_groups - r.begin) / kGroupsPerBlock);
-        const int blocks_to_extra_end = extra_end > main_groups ? blocks_up_to(extra_end) : 0;
-        r.count = r.blocks_before_hole + max(0, blocks_to_extra_end - r.first_after_hole);
-        return r;
-    }
-
-    // First group of the i-th block to visit.
-    template <int kGroupsPerBlock>
-    __device__ __forceinline__ int group_of(int i) const {
-        const int block = i < blocks_before_hole ? i : i - blocks_before_hole + first_after_hole;
-        return begin + block * kGroupsPerBlock;
-    }
-};
+// How many key groups of a split are worth visiting. Groups are numbered through, the main cache's first; a split's range
+// follows from the shapes, so that the first indices can be fetched together with the lengths, and the lengths only cut
+// off its end. (A main length below its width leaves groups without keys before the extra cache's: they are visited.)
+__device__ __forceinline__ int live_groups(const SparseDecodeParams& p, int split, int main_length, int extra_length) {
+    auto groups = [](int keys) { return (keys + kKeysPerGroup - 1) / kKeysPerGroup; };
+    const int live_end = extra_length > 0 ? p.source[0].groups + groups(extra_length) : groups(main_length);
+    return min(p.groups_per_split, live_end - split * p.groups_per_split);   // may be negative
+}
 
 // The token's two index lists. (Members, not arrays: a run-time index would put them into local memory.)
 struct IndexLists {
@@ -57,8 +30,8 @@ __device__ __forceinline__ int index_list_length(const KeySource& source, uint32
     return max(0, min(n, source.width));
 }
 
-// A key of a block: in which cache, and where in its index list. Groups are numbered through, the main cache's first;
-// what lies past the split's last group belongs to another split.
+// A key of a block: in which cache, and where in its index list. What lies past the split's last group belongs to another
+// split.
 struct KeyPlace {
     bool extra, in_split;
     int position;

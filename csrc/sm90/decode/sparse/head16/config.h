@@ -80,10 +80,11 @@ struct Config {
     static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see Ring
     static constexpr int kOwnStatsOffset =                                        // {reference, sum} per head
         std::max(kFetchTableOffset + 2 * kKeys * 8, kIncomingOffset + 45 * kUnitBytes);
-    static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [split][head]
-    static constexpr int kWeightOffset = kPeerLseOffset + kMaxSplits * kHeads * 4;   // [split][head]
-    static constexpr int kMergeBarrierOffset = kWeightOffset + kMaxSplits * kHeads * 4;
-    static constexpr int kStageBarrierOffset = kMergeBarrierOffset + 8;           // [stage]
+    static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
+    static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head], base 2
+    static constexpr int kLseBarrierOffset = kSinkOffset + kHeads * 4;
+    static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
+    static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kSharedBytes = kStageBarrierOffset + 8 * kStages;
 
     static_assert(kUnits == 32 && kTiles <= kWarps);

@@ -35,12 +35,15 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
                               p.q_stride_h, min(C::kHeads, p.h_q - first_head), p.q_aligned16};
     const uint32_t shared_address = ptx::shared_address(shared);
     const Ring<C> ring = {shared_address};
-    const ScoreAddresses<C> score_at(shared_address, warp_key, part, lane);
-    const ValueAddresses<C> value_at(shared_address, warp, value_scale_row, value_is_rope, lane);
+    const LanePlaces<C> places(shared_address, lane);
+    const ScoreAddresses<C> score_at(shared_address, places, warp_key, part, lane);
+    const ValueAddresses<C> value_at(shared_address, places, warp, value_scale_row, value_is_rope, lane);
     if (threadIdx.x == 0) {
         ring.init_barriers();
-        expect_partials<C>(shared, splits);
+        expect_peers<C>(shared_address, splits);
     }
+    __syncthreads();
+    ptx::barrier_cluster_arrive_relaxed();
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
@@ -59,35 +62,31 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     QueryTile<C> q_tile;
     if (warp < C::kTiles) q_tile.load(q_rows, warp, C::Record::kRopeInV && warp == C::kTiles - 1, lane);
     q.load_rope(q_rows, part, lane);
-    __syncthreads();   // the barriers are there
+    const float sink = warp == 0 && p.attn_sink ? __ldg(p.attn_sink + first_head + min(static_cast<int>(lane), q_rows.count - 1)) : -INFINITY;
 
-    const auto blocks = BlockRange::make<C::kKeyGroups>(p, splits.rank, lists.main_length, lists.extra_length);
-    auto group_of = [&](int i) { return blocks.template group_of<C::kKeyGroups>(i); };
-    FoundKey<C> found;
-    if (blocks.count > 0) {
-        const int group = group_of(first_block);
-        if (__any_sync(0xffffffffu, group != first_group + first_block * C::kKeyGroups)) {   // behind a hole
-            place = place_of(group, first_key);
-            slot = load_slot(p, lists, place);
-        }
-        found.locate(p, lists, place, slot);
-        found.valid = found.valid && first_block < blocks.count;
+    // The first blocks are fetched whether or not the lengths leave them keys.
+    FoundKey<C> found = {};
+    const int first_blocks = min(C::kAhead, (min(p.groups_per_split, p.source[0].groups + p.source[1].groups - first_group) + C::kKeyGroups - 1) / C::kKeyGroups);
+    auto copy_first = [&](int i) {
+        const uint32_t lanes = ((1u << C::kKeysPerWarp) - 1) << (C::kKeysPerWarp * i);
+        if (i < first_blocks) ring.copy(Stage::make<C>(i), first_key, found.row, found.valid, lanes, lane);
+    };
+    if (first_blocks > 0) found.locate(p, lists, place, slot);
+    copy_first(0);
+    q.convert(q_tile, q_rows, shared, p.scale_log2, part, warp, lane, [&] {
+        if (first_block < first_blocks) ring.store_scales_and_mask(Stage::make<C>(first_block), first_key, found);
+        if (threadIdx.x < C::kHeads) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * lane, sink * 1.44269504f);
+    });
 #pragma unroll
-        for (int i = 0; i < C::kAhead; ++i) {
-            const uint32_t lanes = ((1u << C::kKeysPerWarp) - 1) << (C::kKeysPerWarp * i);
-            if (i < blocks.count) ring.copy(Stage::make<C>(i), first_key, found.row, found.valid, lanes, lane);
-        }
-    }
+    for (int i = 1; i < C::kAhead; ++i) copy_first(i);
+
+    const int blocks = (max(0, live_groups(p, splits.rank, lists.main_length, lists.extra_length)) + C::kKeyGroups - 1) / C::kKeyGroups;
+    auto group_of = [&](int i) { return first_group + i * C::kKeyGroups; };
     int32_t next_slot = -1;
     auto load_next_slot = [&](int i) {
-        if (finds_keys && i < blocks.count) next_slot = load_slot(p, lists, place_of(group_of(i), found_key));
+        if (finds_keys && i < blocks) next_slot = load_slot(p, lists, place_of(group_of(i), found_key));
     };
     load_next_slot(C::kAhead);
-    q.convert(q_tile, q_rows, shared, p.scale_log2, part, warp, lane, [&] {
-        if (first_block < min(C::kAhead, blocks.count)) {
-            ring.store_scales_and_mask(Stage::make<C>(first_block), first_key, found);
-        }
-    });
 
     Accumulator<C> acc;
     RowSum<C> row_sum[C::kHeadGroups];
@@ -102,7 +101,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
 
     Stage stage, free_stage = Stage::make<C>(C::kAhead), told_stage;
     ScoreBuffer buffer;
-    for (int i = 0; i < blocks.count; ++i) {
+    for (int i = 0; i < blocks; ++i) {
         // Scores.
         ring.wait(stage);
         if (q.is_bf16) compute_scores<C, true>(q, p.scale_log2, score_at, stage, buffer, part, lane);
@@ -110,8 +109,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         const int ahead = i + C::kAhead;
         if (finds_keys) {
             // `found` is of block ahead - 1, whose copies have started; then the next one.
-            if (i > 0 && ahead - 1 < blocks.count) ring.store_scales_and_mask(told_stage, found_key, found);
-            if (ahead < blocks.count) {
+            if (i > 0 && ahead - 1 < blocks) ring.store_scales_and_mask(told_stage, found_key, found);
+            if (ahead < blocks) {
                 found.locate(p, lists, place_of(group_of(ahead), found_key), next_slot);
                 ring.tell(ahead, found_key, found);
                 load_next_slot(ahead + 1);
@@ -122,7 +121,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         // whose stage is filled again.
         __syncthreads();
         if (C::kLoadsValuesEarly && !value_is_rope) load_values<C>(values, value_at.value + stage.rows);
-        if (ahead < blocks.count) ring.copy_as_told(free_stage, ahead, warp, lane);
+        if (ahead < blocks) ring.copy_as_told(free_stage, ahead, warp, lane);
 
         // Softmax weights, one head group after the other.
 #pragma unroll
@@ -138,23 +137,21 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             }
             pack_weights<C>(weights, s, n, value_is_rope);
         }
-        if (i + 1 == blocks.count) break;   // the last block's values wait for what comes next
+        if (i + 1 == blocks) break;   // the last block's values wait for what comes next
         accumulate(stage);
         told_stage = free_stage, free_stage = stage;
         stage = stage.next<C>(), buffer = buffer.other<C>();
     }
 
-    // When every warp of the cluster has weighed its last block, the scores' place is free to receive.
-    if (keeps_sum) publish_sum<C>(row_sum, shared, lane);
+    // The softmax sums go round. When every warp of the cluster has weighed its last block, the scores' place is free to
+    // receive.
+    ptx::barrier_cluster_wait();   // all CTAs have begun
+    if (keeps_sum) publish_sums<C>(row_sum, shared_address, splits, lane);
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
-    Normalization<C> norm;
-    norm.load(acc, shared, lane);
-    if (blocks.count > 0) accumulate(stage);
+    if (blocks > 0) accumulate(stage);
 
     // Merge, and write.
-    ptx::barrier_cluster_wait();
-    send_partial<C>(acc, norm, shared, splits, value_is_rope, warp, lane);
     const OutputTile tile = {
         p.out + static_cast<uint64_t>(batch) * p.out_stride_b + static_cast<uint64_t>(row) * p.out_stride_s +
             static_cast<uint64_t>(first_head) * p.out_stride_h,
@@ -162,10 +159,17 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         p.out_aligned4,
         p.lse + (static_cast<uint64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row,
         p.s_q.divisor,
-        p.attn_sink ? p.attn_sink + first_head : nullptr,
         p.h_q - first_head,
     };
-    receive_and_write<C>(tile, shared, splits, warp, lane);
+    PartialWeight<C> weight;
+    ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
+    weight.load(acc, shared_address, splits, lane);
+    ptx::barrier_cluster_wait();
+    send_partial<C>(acc, weight, shared_address, splits, warp, lane);
+    if (keeps_sum && splits.rank == 0) write_lse<C>(tile, weight, lane);
+    ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
+    __syncthreads();   // own units came by ordinary stores
+    write_units<C>(tile, shared_address, splits, warp, lane);
 }
 
 }  // namespace flash_mla::sm90::head16

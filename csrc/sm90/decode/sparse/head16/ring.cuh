@@ -61,7 +61,7 @@ struct Ring {
     }
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
 
-    // By every warp, with its keys of a block in consecutive lanes, `lanes` of the warp. What is no key becomes zeros, so
+    // By every warp, whose keys of the block are those of `lanes`. What is no key becomes zeros, so
     // that whatever lies in its slot, NaN bytes too, has no effect.
     __device__ __forceinline__ void copy(Stage s, int key, const uint8_t* from, bool valid, uint32_t lanes, int lane) const {
         const uint32_t valid_lanes = __ballot_sync(0xffffffffu, valid) & lanes;

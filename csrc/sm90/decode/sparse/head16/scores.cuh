@@ -11,6 +11,16 @@
 
 namespace flash_mla::sm90::head16 {
 
+// A lane's places in arrays by column of a block, in shared memory: columns 2t and 2t + 1 of the first row, and of row g
+// of the scores. The rest of an address is the same for the whole warp and costs no register.
+template <class C>
+struct LanePlaces {
+    uint32_t pair, score;
+    __device__ __forceinline__ LanePlaces(uint32_t shared, int lane)
+        : pair(ptx::opaque(shared + 8 * (lane % 4))),
+          score(ptx::opaque(shared + 4 * (lane / 4 * C::kScoreStride) + 8 * (lane % 4))) {}
+};
+
 // Where a lane reads and writes while it computes scores: addresses in shared memory, of stage or buffer 0 and octet 0.
 template <class C>
 struct ScoreAddresses {
@@ -23,7 +33,7 @@ struct ScoreAddresses {
     uint32_t mask;          // columns 2t and 2t + 1
     uint32_t score;         // head g, columns 2t and 2t + 1, of the part
 
-    __device__ __forceinline__ ScoreAddresses(uint32_t shared, int warp_key, int part, int lane) {
+    __device__ __forceinline__ ScoreAddresses(uint32_t shared, LanePlaces<C> places, int warp_key, int part, int lane) {
         const int g = lane / 4, t = lane % 4;
         const uint32_t row = shared + C::kRingOffset + (warp_key + row_of_column(g)) * C::kRowPitch;
         key = ptx::opaque(row + part * (C::kTilesPerPart * kTileDims) + 16 * t);
@@ -31,11 +41,10 @@ struct ScoreAddresses {
         if (C::kRopeWords > 0) more = ptx::opaque(more);
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
         scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
-        const uint32_t scales = shared + C::kScaleOffset + 4 * warp_key;
-        scale_store = ptx::opaque(scales + 4 * (scale_row * C::kScaleStride + g));
-        scale_load = ptx::opaque(scales + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + 2 * t));
-        mask = ptx::opaque(shared + C::kMaskOffset + 4 * (warp_key + 2 * t));
-        score = ptx::opaque(shared + C::kScoreOffset + 4 * ((part * C::kHeads + g) * C::kScoreStride + warp_key + 2 * t));
+        scale_store = ptx::opaque(shared + C::kScaleOffset + 4 * (scale_row * C::kScaleStride + warp_key + g));
+        scale_load = places.pair + (C::kScaleOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
+        mask = places.pair + (C::kMaskOffset + 4 * warp_key);
+        score = places.score + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
     }
 };
 

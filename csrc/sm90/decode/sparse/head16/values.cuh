@@ -121,13 +121,12 @@ struct ValueAddresses {
     uint32_t score;      // head g, columns 2t and 2t + 1, of part 0
     uint32_t exponent;   // of the warp's scale row, column 2t; V3.2: the mantissas are one array further
 
-    __device__ __forceinline__ ValueAddresses(uint32_t shared, int warp, int scale_row, bool is_rope, int lane) {
-        const int g = lane / 4, t = lane % 4;
+    __device__ __forceinline__ ValueAddresses(uint32_t shared, LanePlaces<C> places, int warp, int scale_row, bool is_rope, int lane) {
         const int matrix = lane / 8, row = row_of_column(lane % 8 + 8 * (matrix / 2));
         const int first = is_rope ? C::Record::kRopeOffset + 2 * (warp * C::kValueDims % kTileDims) : warp * C::kValueDims;
         value = ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2));
-        score = ptx::opaque(shared + C::kScoreOffset + 4 * (g * C::kScoreStride + 2 * t));
-        exponent = ptx::opaque(shared + C::kScaleOffset + C::kScaleArrayBytes + 4 * (scale_row * C::kScaleStride + 2 * t));
+        score = places.score + C::kScoreOffset;
+        exponent = places.pair + (C::kScaleOffset + C::kScaleArrayBytes + 4 * scale_row * C::kScaleStride);
     }
 };
 

@@ -42,7 +42,6 @@ struct Config {
     static constexpr int kValueDims = Record::kDimV / kWarps;
     static constexpr int kValueUnits = kValueDims / kUnitDims;
     static constexpr int kUnits = Record::kDimV / kUnitDims;
-    static constexpr bool kLoadsValuesEarly = false;   // before the weights: where registers allow
 
     // Shared memory, in bytes from its start.
     //

@@ -21,7 +21,9 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Its share of the values: all keys, some dims, which have one scale per key.
     const int value_scale_row = warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
     const bool value_is_rope = C::Record::kRopeInV && value_scale_row == C::kScaleRows - 1;
-    const bool keeps_sum = warp == 0;   // the others only need their own reference
+    // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE.
+    constexpr uint32_t kSumWarp = C::Record::kRopeInV ? C::Record::kNopeDims / C::kValueDims : 0;
+    const bool keeps_sum = warp == kSumWarp;
     // The last warps find keys: V4's accumulate RoPE, which needs no conversion.
     const bool finds_keys = warp >= C::kWarps - C::kFinders;
     const int found_key = static_cast<int>(threadIdx.x) - (C::kThreads - C::kKeys);
@@ -89,14 +91,13 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     load_next_slot(C::kAhead);
 
     Accumulator<C> acc;
-    RowSum<C> row_sum[C::kHeadGroups];
+    SumBesides<C> sum_besides;
     acc.clear();
+    sum_besides.clear();
     WeightFragments<C> weights;
-    ValueFragments<C> values;
     auto accumulate = [&](Stage stage) {
-        if (!C::kLoadsValuesEarly && !value_is_rope) load_values<C>(values, value_at.value + stage.rows);
         if (value_is_rope) acc.multiply_bf16(weights, value_at.value + stage.rows);
-        else acc.multiply_e4m3(weights, values);
+        else acc.multiply_e4m3(weights, value_at.value + stage.rows);
     };
 
     Stage stage, free_stage = Stage::make<C>(C::kAhead), told_stage;
@@ -120,23 +121,19 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         // One barrier a block: behind it, this block's scores are there, and nobody needs the block before any more,
         // whose stage is filled again.
         __syncthreads();
-        if (C::kLoadsValuesEarly && !value_is_rope) load_values<C>(values, value_at.value + stage.rows);
-        if (ahead < blocks) ring.copy_as_told(free_stage, ahead, warp, lane);
 
-        // Softmax weights, one head group after the other.
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            ScoreFragment<C> s;
-            read_scores<C>(s, value_at.score + buffer.score + 4 * 8 * n * C::kScoreStride);
-            if (keeps_sum) row_sum[n].add(s);
-            apply_per_key<C>(s, value_at.exponent + buffer.scale, [](float x, float e) { return x + e; });
-            acc.weigh(s, n, i == 0, lane);
-            if constexpr (C::kHasMantissa) {
-                apply_per_key<C>(s, value_at.exponent + buffer.scale + C::kScaleArrayBytes,
-                                 [](float x, float mantissa) { return x * mantissa; });
-            }
-            pack_weights<C>(weights, s, n, value_is_rope);
+        // Softmax weights.
+        ScoreFragments<C> s;
+        read_scores<C>(s, value_at.score + buffer.score);
+        if (!C::Record::kRopeInV && keeps_sum) sum_besides.add(s);
+        apply_per_key<C>(s, value_at.exponent + buffer.scale, [](float x, float e) { return x + e; });
+        acc.weigh(s, i == 0, C::Record::kRopeInV && keeps_sum, lane);
+        if constexpr (C::kHasMantissa) {
+            apply_per_key<C>(s, value_at.exponent + buffer.scale + C::kScaleArrayBytes,
+                             [](float x, float mantissa) { return x * mantissa; });
         }
+        pack_weights<C>(weights, s, value_is_rope);
+        if (ahead < blocks) ring.copy_as_told(free_stage, ahead, warp, lane);
         if (i + 1 == blocks) break;   // the last block's values wait for what comes next
         accumulate(stage);
         told_stage = free_stage, free_stage = stage;
@@ -146,7 +143,15 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // The softmax sums go round. When every warp of the cluster has weighed its last block, the scores' place is free to
     // receive.
     ptx::barrier_cluster_wait();   // all CTAs have begun
-    if (keeps_sum) publish_sums<C>(row_sum, shared_address, splits, lane);
+    if (keeps_sum) {
+        if constexpr (C::Record::kRopeInV) {
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) acc.sum[n] *= 0x1p-6f;   // 2^-kWeightBias
+            publish_sums<C>(acc.reference, acc.sum, shared_address, splits, lane);
+        } else {
+            publish_sums<C>(sum_besides.reference, sum_besides.sum, shared_address, splits, lane);
+        }
+    }
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
     if (blocks > 0) accumulate(stage);

@@ -34,17 +34,20 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
 }
 
-// By the warp that keeps the sums: {reference, sum} of every head, for sum * 2^reference, to the CTA, and their
+// By the warp that keeps the sums, of which each lane of a quad has a share: {reference, sum} of every head, for
+// sum * 2^reference, to the CTA, and their
 // log-sum-exp (base 2; -inf without keys) to every CTA of the cluster.
 template <class C>
-__device__ __forceinline__ void publish_sums(RowSum<C> (&row_sum)[C::kHeadGroups], uint32_t shared, SplitsOfTile splits, int lane) {
+__device__ __forceinline__ void publish_sums(const float (&reference)[C::kHeadGroups], const float (&share)[C::kHeadGroups],
+                                             uint32_t shared, SplitsOfTile splits, int lane) {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {
-        row_sum[n].finish();
-        const float reference = row_sum[n].reference, sum = row_sum[n].sum, lse = sum == 0.f ? -INFINITY : reference + ptx::lg2(sum);
+        float sum = share[n] + __shfl_xor_sync(0xffffffffu, share[n], 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const float lse = sum == 0.f ? -INFINITY : reference[n] + ptx::lg2(sum);
         const int head = 8 * n + g;
-        if (t == 0) ptx::st_shared_f32x2(shared + C::kOwnStatsOffset + 8 * head, {reference, sum});
+        if (t == 0) ptx::st_shared_f32x2(shared + C::kOwnStatsOffset + 8 * head, {reference[n], sum});
         for (int peer = t; peer < splits.count; peer += 4) {
             ptx::st_async(ptx::mapa(shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank), peer), lse,
                           ptx::mapa(shared + C::kLseBarrierOffset, peer));

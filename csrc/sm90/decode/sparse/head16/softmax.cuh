@@ -14,38 +14,46 @@ namespace flash_mla::sm90::head16 {
 inline constexpr float kWeightBias = 6.f;
 inline constexpr float kSlack = 8.f;
 
-// Scores of one block and head group in the layout of B fragments: for head g the columns 16 ks + {2t, 2t+1, 2t+8, 2t+9}.
+// Scores of one block in the layout of B fragments: for head g + 8 n the columns 16 ks + {2t, 2t+1, 2t+8, 2t+9}.
 template <class C>
 using ScoreFragment = float[C::kKeyGroups][4];
+template <class C>
+using ScoreFragments = ScoreFragment<C>[C::kHeadGroups];
 
 // Sums the dim parts. `at`: head g, columns 2t and 2t + 1, of part 0.
 template <class C>
-__device__ __forceinline__ void read_scores(ScoreFragment<C>& s, uint32_t at) {
+__device__ __forceinline__ void read_scores(ScoreFragments<C>& s, uint32_t at) {
 #pragma unroll
-    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+    for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t pair = at + 4 * (kKeysPerGroup * ks + 8 * half);
-            float2 sum = ptx::ld_shared_f32x2(pair);
+        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
 #pragma unroll
-            for (int part = 1; part < C::kDimParts; ++part) {
-                const float2 x = ptx::ld_shared_f32x2(pair + 4 * part * C::kHeads * C::kScoreStride);
-                sum.x += x.x, sum.y += x.y;
+            for (int half = 0; half < 2; ++half) {
+                const uint32_t pair = at + 4 * (8 * n * C::kScoreStride + kKeysPerGroup * ks + 8 * half);
+                float2 sum = ptx::ld_shared_f32x2(pair);
+#pragma unroll
+                for (int part = 1; part < C::kDimParts; ++part) {
+                    const float2 x = ptx::ld_shared_f32x2(pair + 4 * part * C::kHeads * C::kScoreStride);
+                    sum.x += x.x, sum.y += x.y;
+                }
+                s[n][ks][2 * half] = sum.x, s[n][ks][2 * half + 1] = sum.y;
             }
-            s[ks][2 * half] = sum.x, s[ks][2 * half + 1] = sum.y;
         }
     }
 }
 
 // Combines every score with its key's entry of an array; `at`: that of column 2t.
 template <class C, class Op>
-__device__ __forceinline__ void apply_per_key(ScoreFragment<C>& s, uint32_t at, Op op) {
+__device__ __forceinline__ void apply_per_key(ScoreFragments<C>& s, uint32_t at, Op op) {
 #pragma unroll
     for (int ks = 0; ks < C::kKeyGroups; ++ks) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float2 x = ptx::ld_shared_f32x2(at + 4 * (kKeysPerGroup * ks + 8 * half));
-            s[ks][2 * half] = op(s[ks][2 * half], x.x), s[ks][2 * half + 1] = op(s[ks][2 * half + 1], x.y);
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+                s[n][ks][2 * half] = op(s[n][ks][2 * half], x.x), s[n][ks][2 * half + 1] = op(s[n][ks][2 * half + 1], x.y);
+            }
         }
     }
 }
@@ -68,30 +76,33 @@ __device__ __forceinline__ float quad_max(float m) {
     return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
 
-// The softmax sum of one head over the keys seen so far, as sum * 2^reference. A finite start in place of -inf spares
-// every (-inf) - (-inf): a row without valid keys keeps sum = 0.
+// The softmax sum of a head over the keys that a warp has seen, as sum * 2^reference. Rows without a key keep sum = 0.
+//
+// V4's RoPE dims have no scale, so a warp that accumulates those has the softmax's own terms at hand and adds them up
+// (Accumulator::weigh). For V3.2 a warp computes them besides its weights: this.
 template <class C>
-struct RowSum {
-    float reference = -FLT_MAX, sum = 0.f;
+struct SumBesides {
+    float reference[C::kHeadGroups], sum[C::kHeadGroups];   // of head g + 8 n; the lanes of a quad have a share each
 
-    // `sum` is this lane's share until `finish`.
-    __device__ __forceinline__ void add(const ScoreFragment<C>& s) {
-        float m = lane_max<C>(s);
-        if (__any_sync(0xffffffffu, m > reference + kSlack)) {
-            m = fmaxf(reference, quad_max(m));
-            sum *= ptx::ex2_ftz(reference - m);
-            reference = m;
-        }
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-            sum += (ptx::ex2_ftz(s[ks][0] - reference) + ptx::ex2_ftz(s[ks][1] - reference)) +
-                   (ptx::ex2_ftz(s[ks][2] - reference) + ptx::ex2_ftz(s[ks][3] - reference));
-        }
+        for (int n = 0; n < C::kHeadGroups; ++n) reference[n] = -FLT_MAX, sum[n] = 0.f;
     }
-
-    __device__ __forceinline__ void finish() {
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    __device__ __forceinline__ void add(const ScoreFragments<C>& s) {
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const float m = lane_max<C>(s[n]);
+            if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
+                const float larger = fmaxf(reference[n], quad_max(m));
+                sum[n] *= ptx::ex2_ftz(reference[n] - larger);
+                reference[n] = larger;
+            }
+#pragma unroll
+            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[n] += ptx::ex2_ftz(s[n][ks][i] - reference[n]);
+            }
+        }
     }
 };
 

@@ -33,10 +33,9 @@ def test_two_caches_interleaved_in_one_pool(record, page, extra_page, device):
     main_bytes = record.default_block_stride(page)
     stride = main_bytes + record.default_block_stride(extra_page)
     pool = torch.zeros(40 * stride, dtype=torch.uint8, device=device)
-    kv, extra_kv = (
-        kv_cache.pack(kv_cache.unpack(cache, record), record, stride, where, True)
-        for cache, where in ((case.kv, pool), (case.extra_kv, pool[main_bytes:]))
-    )
+    # The same bytes elsewhere: packed anew, a group may get another scale for the same values.
+    kv = kv_cache.view_pool(pool, 40, page, record, stride).copy_(case.kv)
+    extra_kv = kv_cache.view_pool(pool[main_bytes:], 40, extra_page, record, stride).copy_(case.extra_kv)
     interleaved = case.replace(kv=kv, extra_kv=extra_kv)
     poison_unused(interleaved)
     got = interleaved.run()
@@ -84,7 +83,7 @@ def test_cache_in_the_middle_of_its_storage(record, device):
     offset = 5 * 576
     stride = case.kv.stride(0)
     pool = torch.full((offset + case.kv.shape[0] * stride + 999,), 0xFF, device=device).byte()
-    keys = kv_cache.unpack(case.kv, record)
-    kv = kv_cache.pack(keys, record, stride, pool[offset:], power_of_two_scales=True)
+    num_blocks, page = case.kv.shape[:2]
+    kv = kv_cache.view_pool(pool[offset:], num_blocks, page, record, stride).copy_(case.kv)
     got = case.replace(kv=kv).run()
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

@@ -45,10 +45,10 @@ void check_device(const Tensor& t, const char* argument, const Tensor& q) {
     const auto a = t.device(), b = q.device();
     if (a.type() != b.type() || a.index() != b.index()) {
         auto name = [](const auto& d) {
-            std::ostringstream s;
-            s << "device type " << static_cast<int>(d.type()) << " index " << static_cast<int>(d.index())
-              << (d.type() == torch::headeronly::DeviceType::CPU ? " (cpu)" : "");
-            return s.str();
+            const bool cuda = d.type() == torch::headeronly::DeviceType::CUDA;
+            const bool cpu = d.type() == torch::headeronly::DeviceType::CPU;
+            const std::string type = cuda ? "cuda" : cpu ? "cpu" : "device type " + std::to_string(static_cast<int>(d.type()));
+            return cpu ? type : type + ":" + std::to_string(static_cast<int>(d.index()));
         };
         refuse(argument, "a tensor on " + name(a), "the device of q, " + name(b));
     }

@@ -21,6 +21,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Its share of the values: all keys, some dims, which have one scale per key.
     const int value_scale_row = warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
     const bool value_is_rope = C::Record::kRopeInV && value_scale_row == C::kScaleRows - 1;
+    const float bias = value_is_rope ? kRopeBias : kBias;
     // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE.
     constexpr uint32_t kSumWarp = C::Record::kRopeInV ? C::Record::kNopeDims / C::kValueDims : 0;
     const bool keeps_sum = warp == kSumWarp;
@@ -127,7 +128,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         read_scores<C>(s, value_at.score + buffer.score);
         if (!C::Record::kRopeInV && keeps_sum) sum_besides.add(s);
         apply_per_key<C>(s, value_at.exponent + buffer.scale, [](float x, float e) { return x + e; });
-        acc.weigh(s, i == 0, C::Record::kRopeInV && keeps_sum, lane);
+        acc.weigh(s, bias, i == 0, C::Record::kRopeInV && keeps_sum, lane);
         if constexpr (C::kHasMantissa) {
             apply_per_key<C>(s, value_at.exponent + buffer.scale + C::kScaleArrayBytes,
                              [](float x, float mantissa) { return x * mantissa; });
@@ -146,7 +147,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     if (keeps_sum) {
         if constexpr (C::Record::kRopeInV) {
 #pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) acc.sum[n] *= 0x1p-6f;   // 2^-kWeightBias
+            for (int n = 0; n < C::kHeadGroups; ++n) acc.sum[n] *= ptx::ex2(-bias);
             publish_sums<C>(acc.reference, acc.sum, shared_address, splits, lane);
         } else {
             publish_sums<C>(sum_besides.reference, sum_besides.sum, shared_address, splits, lane);
@@ -168,7 +169,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     };
     PartialWeight<C> weight;
     ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-    weight.load(acc, shared_address, splits, lane);
+    weight.load(acc, bias, shared_address, splits, lane);
     ptx::barrier_cluster_wait();
     send_partial<C>(acc, weight, shared_address, splits, warp, lane);
     if (keeps_sum && splits.rank == 0) write_lse<C>(tile, weight, lane);

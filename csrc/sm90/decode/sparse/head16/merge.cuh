@@ -59,11 +59,12 @@ __device__ __forceinline__ void publish_sums(const float (&reference)[C::kHeadGr
 // alone may leave fp32's range.
 template <class C>
 struct PartialWeight {
-    float share[C::kHeadGroups][2];   // of this split in the softmax over all, over this split's sum, times 2^-kWeightBias
+    float share[C::kHeadGroups][2];   // of this split in the softmax over all, over this split's sum, times 2^-bias
     float power[C::kHeadGroups][2];   // 2^(the accumulator's reference - the sum's)
     float lse[C::kHeadGroups];        // of head g + 8 n over all splits, base 2; +inf without keys
 
-    __device__ __forceinline__ void load(const Accumulator<C>& acc, uint32_t shared, SplitsOfTile splits, int lane) {
+    __device__ __forceinline__ void load(const Accumulator<C>& acc, float bias, uint32_t shared, SplitsOfTile splits, int lane) {
+        const float unbias = ptx::ex2(-bias);
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
@@ -84,9 +85,8 @@ struct PartialWeight {
             lse[n] = total == 0.f ? INFINITY : all;
             const float2 own = ptx::ld_shared_f32x2(shared + C::kOwnStatsOffset + 8 * (8 * n + g));
             // 2^(own reference - all) / (1 + 2^(sink - all)); the split's own sum cancels.
-            static_assert(kWeightBias == 6.f);
             const float sink = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * (8 * n + g));   // base 2, too
-            const float of_row = total == 0.f ? 0.f : __fdividef(0x1p-6f, 1.f + ptx::ex2_ftz(sink - all));
+            const float of_row = total == 0.f ? 0.f : __fdividef(unbias, 1.f + ptx::ex2_ftz(sink - all));
             const float to_all = own.y == 0.f ? -INFINITY : own.x - all;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {   // heads 2t and 2t + 1 are rows 8t and 8t + 4

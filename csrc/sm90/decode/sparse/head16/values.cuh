@@ -15,7 +15,7 @@ using WeightFragments = uint32_t[C::kKeyGroups][C::kHeadGroups][2];
 template <class C>
 struct Accumulator {
     float out[C::kValueUnits][C::kHeadGroups][4];  // rows g, g, g+8, g+8 of a unit; heads 2t, 2t+1, 2t, 2t+1
-    float reference[C::kHeadGroups];               // of head 8 n + g: weights are 2^(kWeightBias - reference) times exponentials
+    float reference[C::kHeadGroups];               // of head 8 n + g
     float sum[C::kHeadGroups];                     // of the weights; the lanes of a quad have a share each
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
@@ -33,7 +33,7 @@ struct Accumulator {
 
     // Scores plus scale exponents to weights, in place. If the reference moves, what has been accumulated is rescaled,
     // unless this is the first block.
-    __device__ __forceinline__ void weigh(ScoreFragments<C>& s, bool first, bool keep_sum, int lane) {
+    __device__ __forceinline__ void weigh(ScoreFragments<C>& s, float bias, bool first, bool keep_sum, int lane) {
         float m[C::kHeadGroups];
         bool moves = false;
 #pragma unroll
@@ -55,7 +55,7 @@ struct Accumulator {
         }
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float shift = kWeightBias - reference[n];
+            const float shift = bias - reference[n];
 #pragma unroll
             for (int ks = 0; ks < C::kKeyGroups; ++ks) {
 #pragma unroll

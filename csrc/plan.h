@@ -1,14 +1,15 @@
 // The plan of a sparse decode call: head tile and splits, from shapes and the SM count alone. Host code.
 //
 // Why a model and not a table: the same choice has to be right on 132 SMs (H100, H200) and 78 (H20), and for every
-// width. A call's time is about
+// width. The CTAs that share the keys of a token are a cluster. A call's time is about
 //
-//     waves * (start + blocks * block_time) + merge(splits)
+//     start + merge(splits) + waves * (blocks of the longest split * time of a block + memory time) + restarts
 //
-// where a wave is what fits on the SMs at once, `blocks` is how many blocks of keys the longest split visits and
-// `block_time` grows with the CTAs that share an SM. Every (splits, block_keys) is tried, 32 candidates, and the
-// cheapest taken: a microsecond of host time. The constants are times on one H200 in nanoseconds;
-// benchmark/search_plan.py measures every candidate and prints what the model's choice loses to the best.
+// where a wave is as many clusters as the GPU holds at once. Clusters do not cross GPCs, so a wave has room for fewer
+// than the SM count suggests, and one cluster too many costs a whole wave: this decides most choices. Every (splits,
+// block_keys) is tried, 32 candidates, and the cheapest taken: about a microsecond of host time. The constants are fitted
+// to times on one H200; benchmark/search_plan.py measures every candidate and prints what the model's choice loses to the
+// best.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -24,30 +25,46 @@ struct Plan {
 
 inline constexpr int kMaxSplits = 16;
 
-// Estimated nanoseconds of a call with this plan.
-inline double estimate_ns(const Plan& plan, int64_t tokens, int64_t width, int heads, int num_sms) {
+// Clusters of `splits` CTAs that run at once with `ctas_per_sm` on an SM. GPC sizes differ from chip to chip and are not
+// to be asked for; on the H200 measured, 132 SMs behaved as two GPCs of 17.5, five of 16, one of 8 and some rest.
+inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
+    const int gpcs = num_sms / 18, large = std::min(gpcs, 2);
+    const int left = num_sms - 16 * gpcs - 2 * large, small = std::min(left, 8), rest = left - small;
+    auto in_gpc = [&](int half_sms) { return half_sms * ctas_per_sm / 2 / splits; };
+    const int64_t n = large * in_gpc(35) + (gpcs - large) * in_gpc(32) + in_gpc(2 * small) + (splits <= 2 ? in_gpc(2 * rest) : 0);
+    return std::max<int64_t>(n, 1);
+}
+
+// Estimated microseconds of a call with this plan.
+inline double estimate_us(const Plan& plan, int64_t tokens, int64_t width, int heads, int num_sms) {
+    const bool wide = heads > 8, large_blocks = plan.block_keys == 64;   // heads in two groups of 8, or one
+    const int ctas_per_sm = 64 / plan.block_keys, groups_per_block = plan.block_keys / 16;
     const int64_t groups = std::max<int64_t>(1, (width + 15) / 16);
-    const int64_t groups_per_split = (groups + plan.splits - 1) / plan.splits;
-    const int groups_per_block = plan.block_keys / 16;
-    const int64_t blocks = (groups_per_split + groups_per_block - 1) / groups_per_block;
-    const int64_t ctas = tokens * ((heads + plan.head_tile - 1) / plan.head_tile) * plan.splits;
-    const int64_t slots = int64_t{num_sms} * (64 / plan.block_keys);   // 16 warps an SM
-    const int64_t waves = (ctas + slots - 1) / slots;
-    const int64_t per_sm = std::min<int64_t>((ctas + num_sms - 1) / num_sms, 64 / plan.block_keys);
-    const double head_factor = heads > 8 ? 1.3 : 1.0;
-    const double block_ns = 350.0 + 10.0 * head_factor * plan.block_keys * per_sm;
-    const double merge_ns = plan.splits == 1 ? 300.0 : 700.0 + 20.0 * plan.splits;
-    return waves * (1500.0 + blocks * block_ns) + merge_ns;
+    const int64_t groups_of_split = (groups + plan.splits - 1) / plan.splits;
+    const int64_t blocks = (groups_of_split + groups_per_block - 1) / groups_per_block;
+    const int64_t clusters = tokens * ((heads + plan.head_tile - 1) / plan.head_tile);
+    const int64_t at_once = concurrent_clusters(plan.splits, ctas_per_sm, num_sms);
+    const double waves = static_cast<double>((clusters + at_once - 1) / at_once);
+    const double ctas_an_sm = static_cast<double>(std::min(clusters, at_once) * plan.splits) / num_sms;
+
+    const double start = (large_blocks ? 3.63 : 3.60) + (wide ? (large_blocks ? 0.60 : 1.18) : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.085 : 0.05) * plan.splits;
+    // A block has its latency, which a second CTA on the SM partly hides; and its bytes their time at the SM's share of
+    // the memory's bandwidth.
+    const double sharing = std::clamp(ctas_an_sm - 1, 0.0, ctas_per_sm - 1.0) * (wide ? 0.065 : -0.32);
+    const double block = (large_blocks ? (wide ? 3.185 : 1.61) : (wide ? 1.515 : 0.91)) * (1 + sharing);
+    const double memory = 0.0207 * ctas_an_sm * static_cast<double>(groups_of_split * 16);
+    return start + merge + waves * (static_cast<double>(blocks) * block + memory) + (waves - 1) * 5.25;
 }
 
 inline Plan make_plan(int64_t tokens, int64_t width, int heads, int num_sms) {
     Plan best{16, 1, 32};
-    double best_ns = std::numeric_limits<double>::infinity();
+    double best_us = std::numeric_limits<double>::infinity();
     for (int block_keys : {32, 64}) {
         for (int splits = 1; splits <= kMaxSplits; ++splits) {
             const Plan plan{16, splits, block_keys};
-            const double ns = estimate_ns(plan, tokens, width, heads, num_sms);
-            if (ns < best_ns) best = plan, best_ns = ns;
+            const double us = estimate_us(plan, tokens, width, heads, num_sms);
+            if (us < best_us) best = plan, best_us = us;
         }
     }
     return best;

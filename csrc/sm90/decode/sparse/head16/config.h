@@ -84,7 +84,9 @@ struct Config {
     static constexpr int kLseBarrierOffset = kSinkOffset + kHeads * 4;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
-    static constexpr int kSharedBytes = kStageBarrierOffset + 8 * kStages;
+    static constexpr int kTileFlagsOffset = kStageBarrierOffset + 8 * kStages;    // [warp], see zero_rows.cuh
+    static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp]
+    static constexpr int kSharedBytes = kNonzeroTilesOffset + 4 * kWarps;
 
     static_assert(kUnits == 32 && kTiles <= kWarps);
     static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);

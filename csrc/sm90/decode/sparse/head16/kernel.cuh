@@ -33,9 +33,9 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     IndexLists lists;
     lists.main = ptx::opaque(index_list(p.source[0], batch, row));
     lists.extra = ptx::opaque(index_list(p.source[1], batch, row));
-    const QueryRows q_rows = {ptx::opaque(p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s +
-                                          static_cast<uint64_t>(first_head) * p.q_stride_h),
-                              p.q_stride_h, min(C::kHeads, p.h_q - first_head), p.q_aligned16};
+    const uint16_t* q_token = p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s;
+    const QueryRows q_rows = {ptx::opaque(q_token + static_cast<uint64_t>(first_head) * p.q_stride_h), p.q_stride_h,
+                              min(C::kHeads, p.h_q - first_head), p.q_aligned16};
     const uint32_t shared_address = ptx::shared_address(shared);
     const Ring<C> ring = {shared_address};
     const LanePlaces<C> places(shared_address, lane);
@@ -65,7 +65,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     QueryTile<C> q_tile;
     if (warp < C::kTiles) q_tile.load(q_rows, warp, C::Record::kRopeInV && warp == C::kTiles - 1, lane);
     q.load_rope(q_rows, part, lane);
-    const float sink = warp == 0 && p.attn_sink ? __ldg(p.attn_sink + first_head + min(static_cast<int>(lane), q_rows.count - 1)) : -INFINITY;
+    const float sink = warp == 0 ? load_sink(p, first_head + min(static_cast<int>(lane), q_rows.count - 1)) : 0.f;
 
     // The first blocks are fetched whether or not the lengths leave them keys.
     FoundKey<C> found = {};
@@ -75,10 +75,27 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         if (i < first_blocks) ring.copy(Stage::make<C>(i), first_key, found.row, found.valid, lanes, lane);
     };
     if (first_blocks > 0) found.locate(p, lists, place, slot);
-    copy_first(0);
-    q.convert(q_tile, q_rows, shared, p.scale_log2, part, warp, lane, [&] {
+    const bool has_neighbours = C::kHeadGroups == 2 && gridDim.y > 1;   // more tiles of this token
+    if (!has_neighbours) copy_first(0);
+
+    // What kind of tile it is, by all warps.
+    TileFlags tile_flags = {0};
+    if (warp < C::kTiles) tile_flags = q_tile.examine(q_rows, C::Record::kRopeInV && warp == C::kTiles - 1, lane);
+    if (has_neighbours) {
+        tile_flags.bits |= q.rope_flags(lane);
+        if (first_head == 0 || row_slice_is_nonzero<C>(q_rows.first - q_rows.stride, p.q_aligned16, warp, lane)) {
+            tile_flags.bits |= TileFlags::kPreviousRowNonzero;
+        }
+    }
+    tile_flags.share<C>(shared_address, warp, lane);
+    if (has_neighbours) {
+        if (tile_flags.is_skipped()) return;   // the whole cluster, before it has begun anything
+        copy_first(0);
+        if (tile_flags.answers_for_others()) look_for_zero_tiles<C>(p, q_token, first_head, shared_address, warp, lane);
+    }
+    q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, part, warp, lane, [&] {
         if (first_block < first_blocks) ring.store_scales_and_mask(Stage::make<C>(first_block), first_key, found);
-        if (threadIdx.x < C::kHeads) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * lane, sink * 1.44269504f);
+        if (threadIdx.x < C::kHeads) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * lane, sink);
     });
 #pragma unroll
     for (int i = 1; i < C::kAhead; ++i) copy_first(i);
@@ -161,21 +178,24 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const OutputTile tile = {
         p.out + static_cast<uint64_t>(batch) * p.out_stride_b + static_cast<uint64_t>(row) * p.out_stride_s +
             static_cast<uint64_t>(first_head) * p.out_stride_h,
-        p.out_stride_h,
-        p.out_aligned4,
         p.lse + (static_cast<uint64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row,
-        p.s_q.divisor,
-        p.h_q - first_head,
+        first_head,
+        q_rows.count,
+        has_neighbours && tile_flags.answers_for_others()
+            ? min(C::kHeads * zero_tiles_behind<C>(p, first_head, shared_address, lane), p.h_q - first_head - C::kHeads)
+            : 0,
     };
     PartialWeight<C> weight;
     ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
     weight.load(acc, bias, shared_address, splits, lane);
     ptx::barrier_cluster_wait();
     send_partial<C>(acc, weight, shared_address, splits, warp, lane);
-    if (keeps_sum && splits.rank == 0) write_lse<C>(tile, weight, lane);
+    if (keeps_sum && splits.rank == 0) write_lse<C>(p, tile, weight, lane);
+    UnitWriter<C> writer;
+    writer.load_sinks(weight, shared_address, lane);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores
-    write_units<C>(tile, shared_address, splits, warp, lane);
+    writer.write(p, tile, shared_address, splits, warp, lane);
 }
 
 }  // namespace flash_mla::sm90::head16

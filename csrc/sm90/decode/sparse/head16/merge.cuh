@@ -8,6 +8,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/decode/sparse/head16/values.cuh"
+#include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -84,14 +85,12 @@ struct PartialWeight {
             const float all = largest + ptx::lg2(total);
             lse[n] = total == 0.f ? INFINITY : all;
             const float2 own = ptx::ld_shared_f32x2(shared + C::kOwnStatsOffset + 8 * (8 * n + g));
-            // 2^(own reference - all) / (1 + 2^(sink - all)); the split's own sum cancels.
-            const float sink = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * (8 * n + g));   // base 2, too
-            const float of_row = total == 0.f ? 0.f : __fdividef(unbias, 1.f + ptx::ex2_ftz(sink - all));
+            // 2^(own reference - all): the split's own sum cancels.
             const float to_all = own.y == 0.f ? -INFINITY : own.x - all;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {   // heads 2t and 2t + 1 are rows 8t and 8t + 4
                 const int from = 8 * t + 4 * i;
-                share[n][i] = __shfl_sync(0xffffffffu, of_row * ptx::ex2(to_all), from);
+                share[n][i] = __shfl_sync(0xffffffffu, unbias * ptx::ex2(to_all), from);
                 power[n][i] = ptx::ex2(__shfl_sync(0xffffffffu, acc.reference[n] - own.x, from));
             }
         }
@@ -122,62 +121,100 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Pa
     }
 }
 
-// Where a CTA's results go: the first row of its head tile.
+// What the sink leaves of a head: `sink` and `lse` in base 2; 0 for a head without keys, whose lse is +inf.
+__device__ __forceinline__ float sink_factor(float sink, float lse) {
+    return lse == INFINITY ? 0.f : __fdividef(1.f, 1.f + ptx::ex2_ftz(sink - lse));
+}
+__device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head) {
+    return p.attn_sink ? __ldg(p.attn_sink + head) * 1.44269504f : -INFINITY;
+}
+
+// Where a CTA's results go.
 struct OutputTile {
-    uint16_t* out;
-    uint32_t out_stride_h;
-    bool out_aligned4;
+    uint16_t* out;          // of the tile's first head
     float* lse;
-    uint32_t lse_stride_h;
-    int heads;                // rows of the tile that exist
+    int first_head, heads;  // rows of the tile that exist
+    int skipped_heads;      // heads behind them that the tile's last row answers for
 };
 
 // By one warp of one CTA of the cluster.
 template <class C>
-__device__ __forceinline__ void write_lse(const OutputTile& tile, const PartialWeight<C>& weight, int lane) {
+__device__ __forceinline__ void write_lse(const SparseDecodeParams& p, const OutputTile& tile, const PartialWeight<C>& weight, int lane) {
+    const uint64_t stride = p.s_q.divisor;
+    float last = 0.f;
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {
         const int head = 8 * n + lane / 4;
-        if (lane % 4 == 0 && head < tile.heads) {
-            tile.lse[static_cast<uint64_t>(head) * tile.lse_stride_h] = weight.lse[n] * 0.69314718f;
-        }
+        const float lse = weight.lse[n] * 0.69314718f;
+        if (lane % 4 == 0 && head < tile.heads) tile.lse[head * stride] = lse;
+        last = __shfl_sync(0xffffffffu, lse, 28);
     }
+    for (int i = lane; i < tile.skipped_heads; i += 32) tile.lse[(C::kHeads + i) * stride] = last;
 }
 
 // Adds up the CTA's own units and writes them: a warp takes a unit at a time, a lane what lane `lane` of every split
 // stored: dims 2g and 2g + 1 in an e4m3 unit, g and g + 8 in a RoPE unit.
 template <class C>
-__device__ __forceinline__ void write_units(const OutputTile& tile, uint32_t shared, SplitsOfTile splits, int warp, int lane) {
-    const int g = lane / 4, t = lane % 4;
-    const uint32_t stride = splits.incoming_offset<C>(1, 0);
-    for (int local = warp; local < splits.own_units<C>(); local += C::kWarps) {
-        const uint32_t incoming = shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local) + 16 * lane;
-        float x[C::kHeadGroups][4] = {};
-#pragma unroll 4
-        for (int s = 0; s < splits.count; ++s) {
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-                const uint4 v = ptx::ld_shared_v4(incoming + s * stride + 512 * n);
-                x[n][0] += __uint_as_float(v.x), x[n][1] += __uint_as_float(v.y);
-                x[n][2] += __uint_as_float(v.z), x[n][3] += __uint_as_float(v.w);
-            }
-        }
-        const int unit = local * splits.count + splits.rank;
-        const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
-        const int first = unit * kUnitDims + (is_rope ? g : 2 * g), second = first + (is_rope ? 8 : 1);
+struct UnitWriter {
+    float factor[C::kHeadGroups][2];   // the sinks' of heads 2t and 2t + 1
+    float last_lse;                    // of the tile's last row, base 2
+
+    __device__ __forceinline__ void load_sinks(const PartialWeight<C>& weight, uint32_t shared, int lane) {
+        const int t = lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int head = 8 * n + 2 * t + i;
-                if (head >= tile.heads) continue;
-                const uint32_t pair = ptx::cvt_bf16x2_f32(x[n][i], x[n][2 + i]);
-                uint16_t* to = tile.out + static_cast<uint64_t>(head) * tile.out_stride_h;
-                if (tile.out_aligned4 && !is_rope) *reinterpret_cast<uint32_t*>(to + first) = pair;
+                const float lse = __shfl_sync(0xffffffffu, weight.lse[n], 8 * t + 4 * i);
+                factor[n][i] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * (8 * n + 2 * t + i)), lse);
+            }
+        }
+        last_lse = __shfl_sync(0xffffffffu, weight.lse[C::kHeadGroups - 1], 28);
+    }
+
+    __device__ __forceinline__ void write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared,
+                                          SplitsOfTile splits, int warp, int lane) const {
+        const int g = lane / 4, t = lane % 4;
+        const uint32_t stride = splits.incoming_offset<C>(1, 0);
+        for (int local = warp; local < splits.own_units<C>(); local += C::kWarps) {
+            const uint32_t incoming = shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local) + 16 * lane;
+            float x[C::kHeadGroups][4] = {};
+#pragma unroll 4
+            for (int s = 0; s < splits.count; ++s) {
+#pragma unroll
+                for (int n = 0; n < C::kHeadGroups; ++n) {
+                    const uint4 v = ptx::ld_shared_v4(incoming + s * stride + 512 * n);
+                    x[n][0] += __uint_as_float(v.x), x[n][1] += __uint_as_float(v.y);
+                    x[n][2] += __uint_as_float(v.z), x[n][3] += __uint_as_float(v.w);
+                }
+            }
+            const int unit = local * splits.count + splits.rank;
+            const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
+            const int first = unit * kUnitDims + (is_rope ? g : 2 * g), second = first + (is_rope ? 8 : 1);
+            auto write_pair = [&](int head, float a, float b, float factor) {
+                const uint32_t pair = ptx::cvt_bf16x2_f32(a * factor, b * factor);
+                uint16_t* to = tile.out + static_cast<uint64_t>(head) * p.out_stride_h;
+                if (p.out_aligned4 && !is_rope) *reinterpret_cast<uint32_t*>(to + first) = pair;
                 else to[first] = static_cast<uint16_t>(pair), to[second] = static_cast<uint16_t>(pair >> 16);
+            };
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int head = 8 * n + 2 * t + i;
+                    if (head < tile.heads) write_pair(head, x[n][i], x[n][2 + i], factor[n][i]);
+                }
+            }
+            if (C::kHeadGroups == 2 && tile.skipped_heads > 0) {   // lanes with t = 3 hold the last row
+                const float a = __shfl_sync(0xffffffffu, x[C::kHeadGroups - 1][1], lane | 3);
+                const float b = __shfl_sync(0xffffffffu, x[C::kHeadGroups - 1][3], lane | 3);
+                for (int i = t; i < tile.skipped_heads; i += 4) {
+                    const int head = C::kHeads + i;
+                    write_pair(head, a, b, sink_factor(load_sink(p, tile.first_head + head), last_lse));
+                }
             }
         }
     }
-}
+};
 
 }  // namespace flash_mla::sm90::head16

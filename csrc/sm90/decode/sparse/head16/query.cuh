@@ -49,6 +49,26 @@ struct QueryRows {
 // The exponent (bf16: 8 bits below the sign) of the largest of two magnitudes.
 __device__ __forceinline__ int exponent_of_larger(uint32_t magnitudes) { return max(magnitudes & 0xffffu, magnitudes >> 16) >> 7; }
 
+__device__ __forceinline__ bool is_nonzero(uint32_t pairs) { return (pairs & 0x7fff7fffu) != 0; }
+
+// What a CTA knows of its own tile and its neighbour, as bits that are set if a warp has found something.
+struct TileFlags {
+    static constexpr uint32_t kTooWide = 1, kNonzero = 2, kLastRowNonzero = 4, kPreviousRowNonzero = 8;
+    uint32_t bits;
+
+    // Of all warps. A barrier of the CTA.
+    template <class C>
+    __device__ __forceinline__ void share(uint32_t shared, int warp, int lane) {
+        bits = __reduce_or_sync(0xffffffffu, bits);
+        if (lane == 0) ptx::st_shared_u32(shared + C::kTileFlagsOffset + 4 * warp, bits);
+        __syncthreads();
+        bits = __reduce_or_sync(0xffffffffu, lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
+    }
+    __device__ __forceinline__ bool too_wide() const { return bits & kTooWide; }
+    __device__ __forceinline__ bool is_skipped() const { return !(bits & (kNonzero | kPreviousRowNonzero)); }
+    __device__ __forceinline__ bool answers_for_others() const { return !(bits & kLastRowNonzero); }
+};
+
 // One tile of Q on its way from global memory to shared memory, in the hands of one warp.
 template <class C>
 struct QueryTile {
@@ -65,11 +85,11 @@ struct QueryTile {
         }
     }
 
-    // Whether some head spans more than f16 can hold. Positive bf16 order like integers; for the least, zeros become
-    // 0xffff and the others their magnitude minus 1.
-    __device__ __forceinline__ bool examine(const QueryRows& rows, int lane) {
+    // Before anything else. Too wide: some head spans more than f16 can hold. Positive bf16 order like integers; for the
+    // least, zeros become 0xffff and the others their magnitude minus 1.
+    __device__ __forceinline__ TileFlags examine(const QueryRows& rows, bool is_rope, int lane) {
         const int g = lane / 4;
-        bool too_wide = false;
+        TileFlags flags = {0};
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             uint32_t largest = 0, least = 0xffffffffu;
@@ -80,12 +100,15 @@ struct QueryTile {
                 largest = __vmaxu2(largest, magnitudes);
                 least = __vminu2(least, (magnitudes + 0x7fff7fffu) ^ 0x80008000u);
             }
+            if (largest != 0) flags.bits |= TileFlags::kNonzero;
+            if (largest != 0 && 8 * n + g == C::kHeads - 1) flags.bits |= TileFlags::kLastRowNonzero;
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
             exponent[n] = exponent_of_larger(largest);
-            too_wide |= static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7 < exponent[n] - 31;
+            const int least_exponent = static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7;
+            if (!is_rope && least_exponent < exponent[n] - 31) flags.bits |= TileFlags::kTooWide;
         }
-        return too_wide;
+        return flags;
     }
 
     // As A fragments, `at` [fragment][32 lanes], see QueryFragment. `unscale` [head]: softmax scale * log2(e) / the power
@@ -137,16 +160,21 @@ struct Query {
         }
     }
 
+    __device__ __forceinline__ uint32_t rope_flags(int lane) const {
+        if (C::kRopeWords == 0) return 0;
+        const bool last_row = lane / 4 == 7 && is_nonzero(C::kHeadGroups == 2 ? rope.y | rope.w : rope.x | rope.y | rope.z | rope.w);
+        return (is_nonzero(rope.x | rope.y | rope.z | rope.w) ? TileFlags::kNonzero : 0) | (last_row ? TileFlags::kLastRowNonzero : 0);
+    }
+
     // All warps of the CTA together, through shared memory. What `before_barrier` writes there is visible afterwards too.
     template <class BeforeBarrier>
-    __device__ __forceinline__ void convert(QueryTile<C>& own_tile, const QueryRows& rows, char* shared, float scale_log2,
-                                            int part, int warp, int lane, BeforeBarrier before_barrier) {
+    __device__ __forceinline__ void convert(const QueryTile<C>& own_tile, bool as_bf16, char* shared, float scale_log2, int part,
+                                            int warp, int lane, BeforeBarrier before_barrier) {
         uint4* all_fragments = reinterpret_cast<uint4*>(shared + C::kQueryOffset);
         float* unscales = reinterpret_cast<float*>(shared + C::kUnscaleOffset);
         constexpr int kPerTile = C::kFragmentsPerTile * 32;
         const bool is_rope = Record::kRopeInV && warp == C::kTiles - 1;
-        const bool too_wide = warp < C::kTiles && own_tile.examine(rows, lane) && !is_rope;
-        is_bf16 = __syncthreads_or(too_wide);
+        is_bf16 = as_bf16;
         if (warp < C::kTiles) {
             own_tile.store(all_fragments + warp * kPerTile, unscales + warp * C::kHeads, scale_log2, is_bf16 || is_rope, lane);
         }

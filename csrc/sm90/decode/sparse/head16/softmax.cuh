@@ -95,9 +95,9 @@ struct SumBesides {
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float m = lane_max<C>(s[n]);
             if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
-                const float larger = fmaxf(reference[n], quad_max(m));
-                sum[n] *= ptx::ex2_ftz(reference[n] - larger);
-                reference[n] = larger;
+                const float row_max = quad_max(m), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
+                sum[n] *= ptx::ex2_ftz(reference[n] - moved);
+                reference[n] = moved;
             }
 #pragma unroll
             for (int ks = 0; ks < C::kKeyGroups; ++ks) {

@@ -41,8 +41,10 @@ struct Accumulator {
         if (__any_sync(0xffffffffu, moves)) {
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
-                const float larger = fmaxf(reference[n], quad_max(m[n])), factor = ptx::ex2_ftz(reference[n] - larger);
-                reference[n] = larger;
+                // Row by row: what becomes of a row must not depend on the others.
+                const float row_max = quad_max(m[n]), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
+                const float factor = ptx::ex2_ftz(reference[n] - moved);
+                reference[n] = moved;
                 sum[n] *= factor;
                 if (first) continue;
                 const int t = lane % 4;   // heads 2t and 2t + 1 are rows 8t and 8t + 4

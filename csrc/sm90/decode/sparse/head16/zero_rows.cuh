@@ -1,0 +1,55 @@
+// Rows of Q that are all zero, as callers pad to 64 heads. A zero row's result does not depend on which tile it lies in:
+// its scores are 0 for every key, rows never mix, and the sink is applied last. So
+//
+//   a tile is skipped if all its rows are zero and so is the last row of the tile before it;
+//   a tile that is not skipped, and whose last row is zero, answers for the skipped tiles that follow it: their heads get
+//   its last row's result, each with its own sink.
+//
+// Both sides look at Q alone and come to the same conclusion. -0 is zero, NaN is not.
+#pragma once
+#include "sm90/decode/sparse/head16/query.cuh"
+
+namespace flash_mla::sm90::head16 {
+
+// This warp's dims of a row (its e4m3 or RoPE tile, and V3.2's RoPE dims for warp 0).
+template <class C>
+__device__ __forceinline__ bool row_slice_is_nonzero(const uint16_t* row, bool aligned16, int warp, int lane) {
+    bool nonzero = false;
+    auto look_at = [&](const uint16_t* dims) {
+        uint32_t r[4];
+        load_bf16<4>(r, dims + 8 * (lane % 8), aligned16);
+        nonzero |= is_nonzero(r[0] | r[1] | r[2] | r[3]);
+    };
+    if (warp < C::kTiles) look_at(row + kTileDims * warp);
+    if (C::kRopeWords > 0 && warp == 0) look_at(row + C::Record::kNopeDims);
+    return nonzero;
+}
+
+// How many tiles right behind this one are all zero. All threads; the result is complete after the next barrier of the
+// CTA, in shared memory: a bit for every tile that is not, [warp].
+template <class C>
+__device__ __forceinline__ void look_for_zero_tiles(const SparseDecodeParams& p, const uint16_t* q_token, int first_head,
+                                                    uint32_t shared, int warp, int lane) {
+    constexpr int kChunks = C::Record::kDimQK / 8;   // of 16 bytes
+    uint32_t nonzero = 0;
+    for (int head = first_head + C::kHeads + warp; head < p.h_q; head += C::kWarps) {
+        const uint16_t* row = q_token + static_cast<uint64_t>(head) * p.q_stride_h;
+#pragma unroll
+        for (int chunk = lane; chunk < kChunks; chunk += 32) {
+            uint32_t r[4];
+            load_bf16<4>(r, row + 8 * chunk, p.q_aligned16);
+            if (is_nonzero(r[0] | r[1] | r[2] | r[3])) nonzero |= 1u << ((head - first_head) / C::kHeads - 1);
+        }
+    }
+    nonzero = __reduce_or_sync(0xffffffffu, nonzero);
+    if (lane == 0) ptx::st_shared_u32(shared + C::kNonzeroTilesOffset + 4 * warp, nonzero);
+}
+
+template <class C>
+__device__ __forceinline__ int zero_tiles_behind(const SparseDecodeParams& p, int first_head, uint32_t shared, int lane) {
+    const uint32_t nonzero = __reduce_or_sync(0xffffffffu, lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kNonzeroTilesOffset + 4 * lane) : 0);
+    const int tiles = (p.h_q - first_head - 1) / C::kHeads;
+    return nonzero ? min(tiles, __ffs(nonzero) - 1) : tiles;
+}
+
+}  // namespace flash_mla::sm90::head16

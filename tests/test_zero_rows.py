@@ -1,0 +1,117 @@
+"""Zero rows of q, with which callers pad to 64 heads: skipped on the GPU, and exactly as if they were not."""
+
+import pytest
+import torch
+
+import flash_mla
+from flash_mla.testing import make_case
+
+pytestmark = pytest.mark.gpu
+
+TILE = 16
+DENORMAL, NEGATIVE_ZERO = 1, -0x8000  # bf16 bit patterns, as int16
+
+
+def rows(*zero):
+    """A pattern of 64 rows: true for the zero rows, given as (first, last + 1)."""
+    pattern = torch.zeros(64, dtype=torch.bool)
+    for first, end in zero:
+        pattern[first:end] = True
+    return pattern
+
+
+PATTERNS = {
+    "8 real": rows((8, 64)),
+    "16 real": rows((16, 64)),
+    "20 real": rows((20, 64)),
+    "all zero": rows((0, 64)),
+    "none": rows(),
+    "one zero row": rows((15, 16)),
+    "zero tile without a zero row before it": rows((16, 32)),
+    "zero tiles in the middle": rows((15, 48)),
+    "two runs": rows((8, 32), (47, 64)),
+    "zero row early in the tile before": rows((3, 4), (16, 32)),
+    "first tile only": rows((0, 16)),
+}
+
+
+def padded_case(record, pattern, device, tokens=3, heads=64, seed=0):
+    case = make_case(
+        tokens, 1, heads, 200, 70, record=record, device=device, seed=seed, sinks=True,
+        invalid_fraction=0.1, lengths="random", extra_lengths="random",
+    )  # fmt: skip
+    case.q[:, :, pattern[:heads].to(device)] = 0
+    return case
+
+
+def tile_by_tile(case, **plan):
+    """The same heads in calls of one tile each, where nothing is ever skipped."""
+    results = []
+    for first in range(0, case.q.shape[2], TILE):
+        part = slice(first, min(first + TILE, case.q.shape[2]))
+        q = case.q[:, :, part]
+        if q.shape[2] <= 8:  # would be another kernel: the tile of 8 rows
+            q = torch.cat([q, q.new_zeros(*q.shape[:2], TILE - q.shape[2], q.shape[3])], dim=2)
+        sink = torch.zeros(q.shape[2], device=q.device)
+        sink[: part.stop - part.start] = case.attn_sink[part]
+        meta = flash_mla.get_mla_metadata()[0].force_plan(**plan)
+        out, lse = case.replace(q=q, attn_sink=sink).run(meta)
+        n = part.stop - part.start
+        results.append((out[:, :, :n], lse[:, :n]))
+    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
+
+
+def check(case, **plan):
+    expected = tile_by_tile(case, **plan)
+    out = torch.full((*case.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device=case.q.device)
+    got = case.run(flash_mla.get_mla_metadata()[0].force_plan(**plan), out=out)
+    # As bits: NaN compares equal to itself, 0 and -0 do not.
+    assert torch.equal(got[0].view(torch.int16), expected[0].contiguous().view(torch.int16))
+    assert torch.equal(got[1].view(torch.int32), expected[1].contiguous().view(torch.int32))
+    return got
+
+
+@pytest.mark.parametrize("splits, block_keys", [(1, 32), (1, 64), (3, 32), (8, 64), (16, 32)])
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
+def test_any_pattern_is_bit_for_bit_as_if_computed(record, pattern, splits, block_keys, device):
+    check(padded_case(record, pattern, device), splits=splits, block_keys=block_keys)
+
+
+@pytest.mark.parametrize("heads", [17, 24, 31, 33, 48, 63, 65, 100, 128])
+def test_any_number_of_heads(record, heads, device):
+    pattern = torch.zeros(128, dtype=torch.bool)
+    pattern[5:] = True
+    check(padded_case(record, pattern, device, heads=heads), splits=4, block_keys=32)
+
+
+def test_every_token_has_its_own_pattern(record, device):
+    case = padded_case(record, rows(), device, tokens=len(PATTERNS))
+    for token, pattern in enumerate(PATTERNS.values()):
+        case.q[token, :, pattern.to(device)] = 0
+    check(case, splits=5, block_keys=32)
+
+
+def test_negative_zero_is_zero_and_a_denormal_or_nan_is_not(record, device):
+    case = padded_case(record, rows((8, 64)), device, tokens=4)
+    bits = case.q.view(torch.int16)
+    bits[0, :, 8:] = NEGATIVE_ZERO
+    bits[1, :, 40, 300] = DENORMAL
+    bits[2, :, 15, record.d_qk - 1] = DENORMAL  # the row that the others would lean on
+    case.q[3, :, 50, 511] = torch.nan
+    out, lse = check(case, splits=4, block_keys=32)
+    assert out[3, :, 50].isnan().all() and lse[3, 50].isnan().all()
+    assert out[3, :, 51:].isfinite().all() and out[:3].isfinite().all()
+
+
+def test_against_the_reference_with_the_chosen_plan(record, device):
+    for name in ("8 real", "16 real", "all zero", "two runs"):
+        for tokens in (1, 3, 20):
+            padded_case(record, PATTERNS[name], device, tokens=tokens).check()
+
+
+def test_zero_rows_of_tokens_without_keys(record, device):
+    case = padded_case(record, rows((8, 64)), device)
+    case.topk_length.zero_()
+    case.extra_topk_length.zero_()
+    out, lse = check(case, splits=2, block_keys=32)
+    assert (out == 0).all() and (lse == torch.inf).all()

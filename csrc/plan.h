@@ -35,6 +35,13 @@ inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
     return std::max<int64_t>(n, 1);
 }
 
+// Head tiles that are worth planning for. 64 and 128 rows are what FlashMLA's callers pad 8 or 16 heads to; tiles of zero
+// rows are skipped as soon as they are seen, and the host cannot look. So these two count as one tile of real heads; any
+// other number is taken at its word.
+inline int expected_tiles(int heads, int head_tile) {
+    return heads == 64 || heads == 128 ? 1 : (heads + head_tile - 1) / head_tile;
+}
+
 // Estimated microseconds of a call with this plan.
 inline double estimate_us(const Plan& plan, int64_t tokens, int64_t width, int heads, int num_sms) {
     const bool wide = heads > 8, large_blocks = plan.block_keys == 64;   // heads in two groups of 8, or one
@@ -42,7 +49,7 @@ inline double estimate_us(const Plan& plan, int64_t tokens, int64_t width, int h
     const int64_t groups = std::max<int64_t>(1, (width + 15) / 16);
     const int64_t groups_of_split = (groups + plan.splits - 1) / plan.splits;
     const int64_t blocks = (groups_of_split + groups_per_block - 1) / groups_per_block;
-    const int64_t clusters = tokens * ((heads + plan.head_tile - 1) / plan.head_tile);
+    const int64_t clusters = tokens * expected_tiles(heads, plan.head_tile);
     const int64_t at_once = concurrent_clusters(plan.splits, ctas_per_sm, num_sms);
     const double waves = static_cast<double>((clusters + at_once - 1) / at_once);
     const double ctas_an_sm = static_cast<double>(std::min(clusters, at_once) * plan.splits) / num_sms;

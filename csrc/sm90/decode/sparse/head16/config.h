@@ -86,7 +86,10 @@ struct Config {
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kTileFlagsOffset = kStageBarrierOffset + 8 * kStages;    // [warp], see zero_rows.cuh
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp]
-    static constexpr int kSharedBytes = kNonzeroTilesOffset + 4 * kWarps;
+    static constexpr int kSkippedSinkOffset = kNonzeroTilesOffset + 4 * kWarps;   // [skipped head], base 2
+    static constexpr int kMaxSkippedHeads = kHeadGroups == 2 ? 128 - kHeads : 0;
+    static constexpr int kSharedBytes = kSkippedSinkOffset + 4 * kMaxSkippedHeads;
+    static constexpr int kLastRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles <= kWarps);
     static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);

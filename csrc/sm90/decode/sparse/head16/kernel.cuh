@@ -81,17 +81,25 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // What kind of tile it is, by all warps.
     TileFlags tile_flags = {0};
     if (warp < C::kTiles) tile_flags = q_tile.examine(q_rows, C::Record::kRopeInV && warp == C::kTiles - 1, lane);
-    if (has_neighbours) {
-        tile_flags.bits |= q.rope_flags(lane);
-        if (first_head == 0 || row_slice_is_nonzero<C>(q_rows.first - q_rows.stride, p.q_aligned16, warp, lane)) {
-            tile_flags.bits |= TileFlags::kPreviousRowNonzero;
+    if constexpr (C::kHeadGroups == 2) {
+        if (has_neighbours) {
+            tile_flags.bits |= q.rope_flags(lane);
+            if (first_head == 0 || row_slice_is_nonzero<C>(q_rows.first - q_rows.stride, p.q_aligned16, warp, lane)) {
+                tile_flags.bits |= TileFlags::kPreviousRowNonzero;
+            }
         }
     }
     tile_flags.share<C>(shared_address, warp, lane);
-    if (has_neighbours) {
-        if (tile_flags.is_skipped()) return;   // the whole cluster, before it has begun anything
-        copy_first(0);
-        if (tile_flags.answers_for_others()) look_for_zero_tiles<C>(p, q_token, first_head, shared_address, warp, lane);
+    if constexpr (C::kHeadGroups == 2) {
+        if (has_neighbours) {
+            if (tile_flags.is_skipped()) return;   // the whole cluster, before it has begun anything
+            copy_first(0);
+            if (tile_flags.answers_for_others()) {
+                look_for_zero_tiles<C>(p, q_token, first_head, shared_address, warp, lane);
+                const int head = first_head + C::kHeads + threadIdx.x;
+                if (head < p.h_q) ptx::st_shared_f32(shared_address + C::kSkippedSinkOffset + 4 * threadIdx.x, load_sink(p, head));
+            }
+        }
     }
     q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, part, warp, lane, [&] {
         if (first_block < first_blocks) ring.store_scales_and_mask(Stage::make<C>(first_block), first_key, found);
@@ -196,6 +204,12 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores
     writer.write(p, tile, shared_address, splits, warp, lane);
+    if constexpr (C::kHeadGroups == 2) {
+        if (tile.skipped_heads > 0) {
+            __syncthreads();
+            writer.write_skipped(p, tile, shared_address, splits, warp, lane);
+        }
+    }
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -205,13 +205,27 @@ struct UnitWriter {
                     if (head < tile.heads) write_pair(head, x[n][i], x[n][2 + i], factor[n][i]);
                 }
             }
-            if (C::kHeadGroups == 2 && tile.skipped_heads > 0) {   // lanes with t = 3 hold the last row
-                const float a = __shfl_sync(0xffffffffu, x[C::kHeadGroups - 1][1], lane | 3);
-                const float b = __shfl_sync(0xffffffffu, x[C::kHeadGroups - 1][3], lane | 3);
-                for (int i = t; i < tile.skipped_heads; i += 4) {
-                    const int head = C::kHeads + i;
-                    write_pair(head, a, b, sink_factor(load_sink(p, tile.first_head + head), last_lse));
-                }
+            if (C::kHeadGroups == 2 && tile.skipped_heads > 0 && t == 3) {   // these lanes hold the last row
+                const uint32_t to = shared + C::kLastRowOffset + 4 * (local * kUnitDims - unit * kUnitDims);
+                ptx::st_shared_f32(to + 4 * first, x[C::kHeadGroups - 1][1]);
+                ptx::st_shared_f32(to + 4 * second, x[C::kHeadGroups - 1][3]);
+            }
+        }
+    }
+
+    // After `write` and a barrier of the CTA: the last row's result for the skipped heads, a warp a head at a time.
+    __device__ __forceinline__ void write_skipped(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared,
+                                                  SplitsOfTile splits, int warp, int lane) const {
+        const int dims = splits.own_units<C>() * kUnitDims;
+        for (int i = warp; i < tile.skipped_heads; i += C::kWarps) {
+            const float factor = sink_factor(ptx::ld_shared_f32(shared + C::kSkippedSinkOffset + 4 * i), last_lse);
+            uint16_t* to = tile.out + static_cast<uint64_t>(C::kHeads + i) * p.out_stride_h;
+            for (int d = 2 * lane; d < dims; d += 64) {
+                const float2 x = ptx::ld_shared_f32x2(shared + C::kLastRowOffset + 4 * d);
+                const uint32_t pair = ptx::cvt_bf16x2_f32(x.x * factor, x.y * factor);
+                const int dim = (d / kUnitDims * splits.count + splits.rank) * kUnitDims + d % kUnitDims;
+                if (p.out_aligned4) *reinterpret_cast<uint32_t*>(to + dim) = pair;
+                else to[dim] = static_cast<uint16_t>(pair), to[dim + 1] = static_cast<uint16_t>(pair >> 16);
             }
         }
     }

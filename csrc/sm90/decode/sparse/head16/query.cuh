@@ -1,6 +1,8 @@
 // Q as A fragments of the scores' matrix product: converted once, by the whole CTA, then kept in
 // registers.
 #pragma once
+#include <type_traits>
+
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "sm90/decode/sparse/head16/config.h"
@@ -17,11 +19,12 @@ namespace flash_mla::sm90::head16 {
 // 64 * tile + 16 t .. + 15 of heads g and g + 8: the same dims that its 16-byte load of a key brings. Of a RoPE tile,
 // whose keys take two such loads, it holds the dims 8 t .. + 7 and 32 + 8 t .. + 7.
 
-// 2 * kWords contiguous bf16. Rows of q that are not 16-byte aligned are read element by element.
-template <int kWords>
-__device__ __forceinline__ void load_bf16(uint32_t* r, const uint16_t* p, bool aligned16) {
+// 2 * kWords contiguous bf16. Rows of q that are not 16-byte aligned are read element by element. Which it is, callers
+// ask once for all their loads: a branch at each would make them wait for one another.
+template <int kWords, bool kAligned>
+__device__ __forceinline__ void load_bf16(uint32_t* r, const uint16_t* p) {
     static_assert(kWords == 2 || kWords % 4 == 0);
-    if (!aligned16) {
+    if constexpr (!kAligned) {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) r[i] = __ldg(p + 2 * i) | static_cast<uint32_t>(__ldg(p + 2 * i + 1)) << 16;
     } else if constexpr (kWords == 2) {
@@ -34,6 +37,13 @@ __device__ __forceinline__ void load_bf16(uint32_t* r, const uint16_t* p, bool a
             r[i] = v.x, r[i + 1] = v.y, r[i + 2] = v.z, r[i + 3] = v.w;
         }
     }
+}
+
+// f(std::true_type()) or f(std::false_type()).
+template <class F>
+__device__ __forceinline__ void with_alignment(bool aligned16, F f) {
+    if (aligned16) f(std::true_type());
+    else f(std::false_type());
 }
 
 // Rows of a head tile that do not exist are read from its last row and become zeros.
@@ -78,11 +88,13 @@ struct QueryTile {
     __device__ __forceinline__ void load(const QueryRows& rows, int tile, bool is_rope, int lane) {
         const int g = lane / 4, t = lane % 4;
         const int first = tile * kTileDims + (is_rope ? 8 : 16) * t, second = first + (is_rope ? 32 : 8);
+        with_alignment(rows.aligned16, [&](auto aligned) {
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            load_bf16<4>(words[n], rows.row(8 * n + g) + first, rows.aligned16);
-            load_bf16<4>(words[n] + 4, rows.row(8 * n + g) + second, rows.aligned16);
-        }
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+                load_bf16<4, aligned.value>(words[n], rows.row(8 * n + g) + first);
+                load_bf16<4, aligned.value>(words[n] + 4, rows.row(8 * n + g) + second);
+            }
+        });
     }
 
     // Before anything else. Too wide: some head spans more than f16 can hold. Positive bf16 order like integers; for the
@@ -149,9 +161,14 @@ struct Query {
         if constexpr (C::kRopeWords > 0) {
             const int g = lane / 4, t = lane % 4;
             uint32_t r[C::kHeadGroups][C::kRopeWords];
+            with_alignment(rows.aligned16, [&](auto aligned) {
+#pragma unroll
+                for (int n = 0; n < C::kHeadGroups; ++n) {
+                    load_bf16<C::kRopeWords, aligned.value>(r[n], rows.row(8 * n + g) + Record::kNopeDims + 2 * C::kRopeWords * (4 * part + t));
+                }
+            });
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
-                load_bf16<C::kRopeWords>(r[n], rows.row(8 * n + g) + Record::kNopeDims + 2 * C::kRopeWords * (4 * part + t), rows.aligned16);
 #pragma unroll
                 for (int i = 0; i < C::kRopeWords; ++i) r[n][i] = rows.exists(8 * n + g) ? r[n][i] : 0;
             }

@@ -15,32 +15,48 @@ namespace flash_mla::sm90::head16 {
 template <class C>
 __device__ __forceinline__ bool row_slice_is_nonzero(const uint16_t* row, bool aligned16, int warp, int lane) {
     bool nonzero = false;
-    auto look_at = [&](const uint16_t* dims) {
-        uint32_t r[4];
-        load_bf16<4>(r, dims + 8 * (lane % 8), aligned16);
-        nonzero |= is_nonzero(r[0] | r[1] | r[2] | r[3]);
-    };
-    if (warp < C::kTiles) look_at(row + kTileDims * warp);
-    if (C::kRopeWords > 0 && warp == 0) look_at(row + C::Record::kNopeDims);
+    with_alignment(aligned16, [&](auto aligned) {
+        auto look_at = [&](const uint16_t* dims) {
+            uint32_t r[4];
+            load_bf16<4, aligned.value>(r, dims + 8 * (lane % 8));
+            nonzero |= is_nonzero(r[0] | r[1] | r[2] | r[3]);
+        };
+        if (warp < C::kTiles) look_at(row + kTileDims * warp);
+        if (C::kRopeWords > 0 && warp == 0) look_at(row + C::Record::kNopeDims);
+    });
     return nonzero;
 }
 
-// How many tiles right behind this one are all zero. All threads; the result is complete after the next barrier of the
-// CTA, in shared memory: a bit for every tile that is not, [warp].
+// Which tiles behind this one are all zero, up to 7. All threads; complete after the next barrier of the CTA, in shared
+// memory: a bit for every tile that is not, [warp].
 template <class C>
 __device__ __forceinline__ void look_for_zero_tiles(const SparseDecodeParams& p, const uint16_t* q_token, int first_head,
                                                     uint32_t shared, int warp, int lane) {
-    constexpr int kChunks = C::Record::kDimQK / 8;   // of 16 bytes
+    constexpr int kRowsPerWarp = C::kHeads / C::kWarps, kChunks = C::Record::kDimQK / 8;   // of 16 bytes
+    constexpr int kLoads = (kChunks + 31) / 32;
     uint32_t nonzero = 0;
-    for (int head = first_head + C::kHeads + warp; head < p.h_q; head += C::kWarps) {
-        const uint16_t* row = q_token + static_cast<uint64_t>(head) * p.q_stride_h;
+    with_alignment(p.q_aligned16, [&](auto aligned) {
+        for (int tile = 1; first_head + tile * C::kHeads < p.h_q; ++tile) {
+            uint32_t r[kRowsPerWarp][kLoads][4] = {};   // all loads before the first use
 #pragma unroll
-        for (int chunk = lane; chunk < kChunks; chunk += 32) {
-            uint32_t r[4];
-            load_bf16<4>(r, row + 8 * chunk, p.q_aligned16);
-            if (is_nonzero(r[0] | r[1] | r[2] | r[3])) nonzero |= 1u << ((head - first_head) / C::kHeads - 1);
+            for (int i = 0; i < kRowsPerWarp; ++i) {
+                const int head = first_head + tile * C::kHeads + kRowsPerWarp * warp + i;
+                const uint16_t* row = q_token + static_cast<uint64_t>(head) * p.q_stride_h;
+#pragma unroll
+                for (int j = 0; j < kLoads; ++j) {
+                    const int chunk = lane + 32 * j;
+                    if (head < p.h_q && chunk < kChunks) load_bf16<4, aligned.value>(r[i][j], row + 8 * chunk);
+                }
+            }
+            uint32_t any = 0;
+#pragma unroll
+            for (int i = 0; i < kRowsPerWarp; ++i) {
+#pragma unroll
+                for (int j = 0; j < kLoads; ++j) any |= r[i][j][0] | r[i][j][1] | r[i][j][2] | r[i][j][3];
+            }
+            if (is_nonzero(any)) nonzero |= 1u << (tile - 1);
         }
-    }
+    });
     nonzero = __reduce_or_sync(0xffffffffu, nonzero);
     if (lane == 0) ptx::st_shared_u32(shared + C::kNonzeroTilesOffset + 4 * warp, nonzero);
 }

@@ -23,23 +23,26 @@ struct Plan {
     int block_keys;  // keys that a CTA holds at a time: 32 with 8 warps, 64 with 16
 };
 
-inline constexpr int kMaxSplits = 16;
+inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are non-portable, and available on SM90
 
-// Clusters of `splits` CTAs that run at once with `ctas_per_sm` on an SM. GPC sizes differ from chip to chip and are not
-// to be asked for; on the H200 measured, 132 SMs behaved as two GPCs of 17.5, five of 16, one of 8 and some rest.
+// Clusters of `splits` CTAs that run at once with `ctas_per_sm` on an SM, 0 if not even one. GPC sizes differ from chip to
+// chip, and a plan follows from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs
+// behaved as GPCs of 18, 17, five of 16, one of 8 and some rest; with two CTAs on an SM the first two hold 35 each.
 inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
     const int gpcs = num_sms / 18, large = std::min(gpcs, 2);
     const int left = num_sms - 16 * gpcs - 2 * large, small = std::min(left, 8), rest = left - small;
-    auto in_gpc = [&](int half_sms) { return half_sms * ctas_per_sm / 2 / splits; };
-    const int64_t n = large * in_gpc(35) + (gpcs - large) * in_gpc(32) + in_gpc(2 * small) + (splits <= 2 ? in_gpc(2 * rest) : 0);
-    return std::max<int64_t>(n, 1);
+    auto in_gpc = [&](int ctas) { return ctas / splits; };
+    const int first = in_gpc(ctas_per_sm == 1 ? 18 : 35), second = in_gpc(ctas_per_sm == 1 ? 17 : 35);
+    return (large > 0 ? first : 0) + (large > 1 ? second : 0) + (gpcs - large) * in_gpc(16 * ctas_per_sm) +
+           in_gpc(small * ctas_per_sm) + (splits <= 2 ? in_gpc(rest * ctas_per_sm) : 0);
 }
 
 // Head tiles that are worth planning for. 64 and 128 rows are what FlashMLA's callers pad 8 or 16 heads to; tiles of zero
-// rows are skipped as soon as they are seen, and the host cannot look. So these two count as one tile of real heads; any
-// other number is taken at its word.
+// rows are skipped as soon as they are seen, and the host cannot look. What remains is one tile (up to 15 real heads) or
+// two (16: a tile of zeros, which the skipped ones take their result from), so these two count as two; any other number is
+// taken at its word.
 inline int expected_tiles(int heads, int head_tile) {
-    return heads == 64 || heads == 128 ? 1 : (heads + head_tile - 1) / head_tile;
+    return heads == 64 || heads == 128 ? 2 : (heads + head_tile - 1) / head_tile;
 }
 
 // Estimated microseconds of a call with this plan.
@@ -50,18 +53,19 @@ inline double estimate_us(const Plan& plan, int64_t tokens, int64_t width, int h
     const int64_t groups_of_split = (groups + plan.splits - 1) / plan.splits;
     const int64_t blocks = (groups_of_split + groups_per_block - 1) / groups_per_block;
     const int64_t clusters = tokens * expected_tiles(heads, plan.head_tile);
-    const int64_t at_once = concurrent_clusters(plan.splits, ctas_per_sm, num_sms);
+    const int64_t at_once = plan.splits == 1 ? int64_t{num_sms} * ctas_per_sm : concurrent_clusters(plan.splits, ctas_per_sm, num_sms);
+    if (at_once == 0) return std::numeric_limits<double>::infinity();
     const double waves = static_cast<double>((clusters + at_once - 1) / at_once);
     const double ctas_an_sm = static_cast<double>(std::min(clusters, at_once) * plan.splits) / num_sms;
 
-    const double start = (large_blocks ? 3.63 : 3.60) + (wide ? (large_blocks ? 0.60 : 1.18) : 0.0);
-    const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.085 : 0.05) * plan.splits;
-    // A block has its latency, which a second CTA on the SM partly hides; and its bytes their time at the SM's share of
-    // the memory's bandwidth.
-    const double sharing = std::clamp(ctas_an_sm - 1, 0.0, ctas_per_sm - 1.0) * (wide ? 0.065 : -0.32);
-    const double block = (large_blocks ? (wide ? 3.185 : 1.61) : (wide ? 1.515 : 0.91)) * (1 + sharing);
-    const double memory = 0.0207 * ctas_an_sm * static_cast<double>(groups_of_split * 16);
-    return start + merge + waves * (static_cast<double>(blocks) * block + memory) + (waves - 1) * 5.25;
+    const double start = (large_blocks ? 3.72 : 3.70) + (wide ? (large_blocks ? 0.36 : 0.91) : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.095 : 0.05) * plan.splits;
+    // A block has its latency, which two CTAs on an SM spend side by side, two tiles of 16 heads not quite; and its bytes
+    // their time at the SM's share of the memory's bandwidth.
+    const double sharing = wide ? 0.07 * std::clamp(ctas_an_sm - 1, 0.0, ctas_per_sm - 1.0) : 0.0;
+    const double block = (large_blocks ? (wide ? 2.95 : 1.17) : (wide ? 1.66 : 0.92)) * (1 + sharing);
+    const double memory = 0.022 * ctas_an_sm * static_cast<double>(groups_of_split * 16);
+    return start + merge + waves * (static_cast<double>(blocks) * block + memory) + (waves - 1) * 4.8;
 }
 
 inline Plan make_plan(int64_t tokens, int64_t width, int heads, int num_sms) {

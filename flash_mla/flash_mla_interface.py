@@ -50,6 +50,7 @@ class FlashMLASchedMeta:
         b: int
         s_q: int
         h_q: int
+        d_qk: int
         page_block_size: int
         h_k: int
 
@@ -158,7 +159,7 @@ def flash_mla_with_kvcache(
         k_cache: [num_blocks, page_block_size, 1, bytes per token] uint8, int8 or float8_e4m3fn; 584 bytes (V4) or
             656 (V3.2), laid out as ``flash_mla.kv_cache`` says. stride(0), in bytes, may exceed a block and is a
             multiple of 16.
-        block_table, cache_seqlens: dense decoding's; None here.
+        block_table, cache_seqlens: dense decoding's; ignored in sparse decoding.
         head_dim_v: 512.
         tile_scheduler_metadata: from ``get_mla_metadata()``; one object for all calls of the same shapes.
         num_splits: None.
@@ -170,7 +171,8 @@ def flash_mla_with_kvcache(
         attn_sink: [h_q] float32, in the unit of lse; -inf has no effect, +inf makes out 0.
         extra_k_cache, extra_indices_in_kvcache: a second cache of the same record with its own page size.
         topk_length, extra_topk_length: [b] int32, clamped to [0, topk]; what lies behind them is never followed.
-        out: [b, s_q, h_q, 512] bfloat16 to write into, last dim contiguous, other strides free.
+        out: [b, s_q, h_q, 512] bfloat16 to write into, last dim contiguous, other strides free; apart from the
+            memory of q and the caches.
         enable_batch_invariant: one split for every token, so that a token's result does not depend on the others.
 
     Returns:
@@ -188,8 +190,6 @@ def flash_mla_with_kvcache(
         )
     if num_splits is not None:
         raise ValueError(f"num_splits: got {type(num_splits).__name__}; takes None")
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
 
     if indices is None:
         sparse_only = {
@@ -219,11 +219,14 @@ def flash_mla_with_kvcache(
     ):
         if tensor is not None and tensor.dim() != dims:
             raise ValueError(f"{name}: got {tensor.dim()} dims, shape {tuple(tensor.shape)}; takes {dims}")
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
 
     config = FlashMLASchedMeta.Config(
         b=q.shape[0],
         s_q=q.shape[1],
         h_q=q.shape[2],
+        d_qk=q.shape[3],
         page_block_size=k_cache.shape[1],
         h_k=k_cache.shape[2],
         causal=causal,

@@ -115,6 +115,8 @@ def test_extra_length_without_an_extra_cache(case):
         (lambda t: t[0], r"\[3, 8, 512\]"),
         (lambda t: t.repeat(1, 1, 1, 2)[..., ::2], r"strides \[.*, 2\]"),
         (lambda t: t[:1].expand(2, -1, -1, -1), r"strides \[0, "),
+        (lambda t: t.as_strided(t.shape, (512, 2048, 512, 1)), r"strides \[512, 2048, 512, 1\]"),
+        (lambda t: t.as_strided(t.shape, (3 * 4096, 4096, 511, 1)), r"strides \[.*, 511, 1\]"),
     ],
 )
 def test_out(case, change, got):
@@ -130,6 +132,7 @@ def test_out(case, change, got):
         (dict(head_dim_v=576), "head_dim_v", "576", "512"),
         (dict(softmax_scale=float("nan")), "softmax_scale", "nan", "finite"),
         (dict(softmax_scale=float("inf")), "softmax_scale", "inf", "finite"),
+        (dict(softmax_scale=3e38), "softmax_scale", "3", "finite in float32"),
         (dict(causal=True), "causal", "True", "False"),
         (dict(is_fp8_kvcache=False), "is_fp8_kvcache", "False", "True"),
         (dict(num_splits=torch.zeros(1)), "num_splits", "Tensor", "None"),
@@ -145,6 +148,37 @@ def test_out(case, change, got):
 )  # fmt: skip
 def test_other_arguments(case, keywords, argument, got, takes):
     refused(lambda: case.run(**keywords), argument, got, takes)
+
+
+@pytest.mark.parametrize("name", ["q", "indices", "extra_indices", "out"])
+def test_strides_of_2_to_the_32(case, name):
+    """They would not fit the kernels' parameters. (Of the memory in between, nothing is touched.)"""
+    like = case.q.new_empty(2, 3, 8, 512) if name == "out" else getattr(case, name)
+    storage = torch.empty(2**32 + like.numel(), dtype=like.dtype, device=like.device)
+    far = storage.as_strided(like.shape, (2**32, *like.stride()[1:]))
+    run = (lambda: case.run(out=far)) if name == "out" else case.replace(**{name: far}).run
+    refused(run, name, "strides \\[4294967296, ", "strides below 2\\^32")
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "extra_kv"])
+def test_out_in_the_memory_of_an_input(case, name):
+    """A CTA would read what another one has overwritten."""
+    old, out_bytes = getattr(case, name), 2 * 3 * 8 * 512 * 2
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(old.shape, old.stride()))
+    last_16_bytes = (elements * old.element_size() - 1) // 16 * 16
+    memory = torch.zeros(last_16_bytes + 16 + out_bytes, dtype=torch.uint8, device=old.device)
+    field = memory.view(old.dtype).as_strided(old.shape, old.stride())
+    out = memory[last_16_bytes:][:out_bytes].view(torch.bfloat16).view(2, 3, 8, 512)
+    refused(lambda: case.replace(**{name: field}).run(out=out), "out", "BFloat16", f"memory that does not lie .* {name}")
+
+
+def test_operator_takes_no_num_splits(case):
+    def call():
+        torch.ops.flash_mla.sparse_decode_fwd(
+            case.q, case.kv, case.indices, None, None, None, torch.zeros(1), None, None, None, 512, 1.0
+        )
+
+    refused(call, "num_splits", "a tensor", "None")
 
 
 # ---- Plans -------------------------------------------------------------------------------------------

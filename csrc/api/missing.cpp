@@ -43,10 +43,10 @@ std::vector<std::string> missing_operators() {
 
 SparseDecodeResult sparse_decode_without_kernel(Tensor q, Tensor kv, Tensor indices, OptionalTensor topk_length,
                                                 OptionalTensor attn_sink, OptionalTensor tile_scheduler_metadata,
-                                                OptionalTensor, OptionalTensor extra_kv, OptionalTensor extra_indices,
+                                                OptionalTensor num_splits, OptionalTensor extra_kv, OptionalTensor extra_indices,
                                                 OptionalTensor extra_topk_length, int64_t d_v, double sm_scale,
                                                 OptionalTensor out, bool enable_batch_invariant) {
-    check_arguments({q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, extra_kv, extra_indices,
+    check_arguments({q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits, extra_kv, extra_indices,
                      extra_topk_length, out, d_v, sm_scale, enable_batch_invariant});
     if (q.is_cpu()) {
         throw std::runtime_error("flash_mla: q: got a tensor on the CPU; takes one on an SM90 GPU (H100, H200, H20)");

@@ -95,16 +95,38 @@ SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan,
     p.splits = plan.splits;
     p.splits_magic = (1u << 16) / plan.splits + 1;
     p.groups_per_split = (p.source[0].groups + p.source[1].groups + plan.splits - 1) / plan.splits;
-    p.scale_log2 = static_cast<float>(a.sm_scale * 1.4426950408889634);
+    p.scale_log2 = a.scale_log2();
     return p;
 }
 
-template <class Record>
-cudaError_t launch_planned(const SparseDecodeParams& p, const Plan& plan, int64_t tokens, cudaStream_t stream) {
+struct Kernel {
+    decltype(&sm90::head16::max_splits<V4Record, 1, 32>) max_splits;
+    decltype(&sm90::head16::launch<V4Record, 1, 32>) launch;
+};
+
+template <class Record, int kHeadGroups>
+Kernel choose_kernel(const Plan& plan) {
     using namespace sm90::head16;
-    const bool wide = plan.block_keys == 64;
-    if (p.h_q <= 8) return wide ? launch<Record, 1, 64>(p, tokens, stream) : launch<Record, 1, 32>(p, tokens, stream);
-    return wide ? launch<Record, 2, 64>(p, tokens, stream) : launch<Record, 2, 32>(p, tokens, stream);
+    if (plan.block_keys == 64) return {max_splits<Record, kHeadGroups, 64>, launch<Record, kHeadGroups, 64>};
+    return {max_splits<Record, kHeadGroups, 32>, launch<Record, kHeadGroups, 32>};
+}
+
+Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
+    const bool one_group = heads <= 8;
+    if (record == RecordKind::kV4) return one_group ? choose_kernel<V4Record, 1>(plan) : choose_kernel<V4Record, 2>(plan);
+    return one_group ? choose_kernel<V32Record, 1>(plan) : choose_kernel<V32Record, 2>(plan);
+}
+
+// The plan knows the SM count only; a GPU may have no place for a cluster that large.
+void fit_plan(const SparseDecodeArguments& a, Plan& plan, const Kernel& kernel) {
+    int fits = 0;
+    check_cuda(kernel.max_splits(&fits), "setting up sparse_decode");
+    if (plan.splits <= fits) return;
+    if (a.tile_scheduler_metadata) {
+        throw std::runtime_error("flash_mla: tile_scheduler_metadata: got a forced plan of " + std::to_string(plan.splits) +
+                                 " splits; takes at most " + std::to_string(fits) + " on this GPU");
+    }
+    plan.splits = fits;
 }
 
 }  // namespace
@@ -114,9 +136,9 @@ SparseDecodeResult sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Option
                                      OptionalTensor num_splits, OptionalTensor extra_kv, OptionalTensor extra_indices,
                                      OptionalTensor extra_topk_length, int64_t d_v, double sm_scale,
                                      OptionalTensor out_, bool enable_batch_invariant) {
-    const SparseDecodeArguments a{q,        kv,            indices,           topk_length, attn_sink, tile_scheduler_metadata,
-                                  extra_kv, extra_indices, extra_topk_length, out_,        d_v,       sm_scale,
-                                  enable_batch_invariant};
+    const SparseDecodeArguments a{q,          kv,       indices,       topk_length,       attn_sink, tile_scheduler_metadata,
+                                  num_splits, extra_kv, extra_indices, extra_topk_length, out_,      d_v,
+                                  sm_scale,   enable_batch_invariant};
     const RecordKind record = check_arguments(a);
     const int device = q.get_device_index();
     const torch::stable::accelerator::DeviceGuard guard(device);
@@ -125,14 +147,15 @@ SparseDecodeResult sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Option
     Tensor out = out_ ? *out_ : torch::stable::new_empty(q, {a.batch(), a.s_q(), a.h_q(), d_v});
     Tensor lse = torch::stable::new_empty(q, {a.batch(), a.h_q(), a.s_q()}, torch::headeronly::ScalarType::Float);
     if (a.tokens() > 0) {
-        const Plan plan = choose_plan(a, num_sms);
+        Plan plan = choose_plan(a, num_sms);
+        const Kernel kernel = choose_kernel(record, a.h_q(), plan);
+        fit_plan(a, plan, kernel);
         const SparseDecodeParams p = make_params(a, plan, out, lse);
         void* stream = nullptr;
         if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, &stream)) {
             throw std::runtime_error("flash_mla: q: got a CUDA tensor, but this torch has no CUDA stream to offer");
         }
-        const auto launch_record = record == RecordKind::kV4 ? launch_planned<V4Record> : launch_planned<V32Record>;
-        check_cuda(launch_record(p, plan, a.tokens(), static_cast<cudaStream_t>(stream)), "launch of sparse_decode");
+        check_cuda(kernel.launch(p, a.tokens(), static_cast<cudaStream_t>(stream)), "launch of sparse_decode");
     }
     return {out, lse, tile_scheduler_metadata, num_splits};
 }

@@ -17,7 +17,7 @@ enum class RecordKind { kV4, kV32 };
 
 struct SparseDecodeArguments {
     Tensor q, kv, indices;
-    OptionalTensor topk_length, attn_sink, tile_scheduler_metadata, extra_kv, extra_indices, extra_topk_length, out;
+    OptionalTensor topk_length, attn_sink, tile_scheduler_metadata, num_splits, extra_kv, extra_indices, extra_topk_length, out;
     int64_t d_v;
     double sm_scale;
     bool enable_batch_invariant;
@@ -27,6 +27,7 @@ struct SparseDecodeArguments {
     int64_t h_q() const { return q.size(2); }
     int64_t d_qk() const { return q.size(3); }
     int64_t tokens() const { return batch() * s_q(); }
+    float scale_log2() const { return static_cast<float>(sm_scale * 1.4426950408889634); }   // scores are kept in powers of two
     int64_t width() const { return indices.size(2) + (extra_indices ? extra_indices->size(2) : 0); }
 };
 

@@ -1,10 +1,11 @@
 // Every refusal of sparse_decode_fwd that does not depend on the device, and the choice of the plan.
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 
 #include "api/sparse_decode.h"
@@ -54,6 +55,16 @@ void check_device(const Tensor& t, const char* argument, const Tensor& q) {
     }
 }
 
+// Of every tensor but the caches: the kernels' strides have 32 bits, and an element is read as one access.
+void check_strides_and_alignment(const Tensor& t, const char* argument) {
+    for (int i = 0; i + 1 < t.dim(); ++i) {
+        require(t.size(i) <= 1 || t.stride(i) < (int64_t{1} << 32), argument, t, "strides below 2^32 elements");
+    }
+    const std::string bytes = std::to_string(t.element_size());
+    require(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % t.element_size() == 0, argument, t,
+            "data that starts at a multiple of its element's " + bytes + " bytes");
+}
+
 bool is_last_dim_contiguous(const Tensor& t) { return t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1; }
 
 std::string number(int64_t n) { return std::to_string(n); }
@@ -64,6 +75,7 @@ void check_q(const SparseDecodeArguments& a) {
     require(a.h_q() >= 1 && a.h_q() <= 128, kQ, a.q, takes);
     require(a.d_qk() == V4Record::kDimQK || a.d_qk() == V32Record::kDimQK, kQ, a.q, takes);
     require(is_last_dim_contiguous(a.q), kQ, a.q, takes);
+    check_strides_and_alignment(a.q, kQ);
     constexpr int64_t kMaxTokens = int64_t{1} << 26;   // tokens * splits is the grid's x
     require(a.batch() < kMaxTokens && a.s_q() < kMaxTokens && a.tokens() < kMaxTokens, kQ, a.q, "fewer than 2^26 tokens (b * s_q)");
 }
@@ -84,7 +96,7 @@ void check_cache(const SparseDecodeArguments& a, const Tensor& kv, const char* a
         if (bytes == 352) why = " (352 is the NVFP4 record, which FlashMLA reads on SM100 only)";
         refuse(argument, describe(kv) + why, number(expected) + " bytes per token for q's d_qk = " + number(a.d_qk()));
     }
-    require(page >= 1 && page * bytes < (int64_t{1} << 31), argument, kv, "page_block_size from 1 to 2^31 bytes a block");
+    require(page >= 1 && page <= ((int64_t{1} << 31) - 1) / bytes, argument, kv, "page_block_size from 1 to 2^31 bytes a block");
     require(is_last_dim_contiguous(kv) && (page == 1 || kv.stride(1) == bytes), argument, kv,
             "tokens that follow each other without gaps within a block: stride(1) = " + number(bytes) + ", stride(3) = 1");
     const int64_t block_bytes = page * bytes;
@@ -100,6 +112,7 @@ void check_indices(const SparseDecodeArguments& a, const Tensor& indices, const 
     require(indices.scalar_type() == ScalarType::Int && indices.dim() == 3, argument, indices, takes);
     require(indices.size(0) == a.batch() && indices.size(1) == a.s_q(), argument, indices, takes);
     require(is_last_dim_contiguous(indices), argument, indices, takes);
+    check_strides_and_alignment(indices, argument);
     require(indices.size(2) < (int64_t{1} << 30), argument, indices, "topk below 2^30");
 }
 
@@ -110,6 +123,33 @@ void check_vector(const SparseDecodeArguments& a, const OptionalTensor& t, const
     const std::string takes = std::string(dtype_name) + " [" + number(size) + "] (" + size_name + " of q), contiguous";
     require(t->scalar_type() == dtype && t->dim() == 1 && t->size(0) == size, argument, *t, takes);
     require(is_last_dim_contiguous(*t), argument, *t, takes);
+    check_strides_and_alignment(*t, argument);
+}
+
+// Where a tensor's elements lie, from the first to behind the last.
+struct ByteRange {
+    uintptr_t begin, end;
+    explicit ByteRange(const Tensor& t) {
+        int64_t last = 0;
+        for (int i = 0; i < t.dim(); ++i) last += t.numel() ? (t.size(i) - 1) * t.stride(i) : 0;
+        begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+        end = begin + (t.numel() ? (last + 1) * t.element_size() : 0);
+    }
+};
+
+// Whether no two elements share a place: each dim steps over all that the dims of smaller stride cover.
+bool is_free_of_overlap(const Tensor& t) {
+    std::vector<std::pair<int64_t, int64_t>> dims;   // {stride, size}
+    for (int i = 0; i < t.dim(); ++i) {
+        if (t.size(i) > 1) dims.emplace_back(t.stride(i), t.size(i));
+    }
+    std::sort(dims.begin(), dims.end());
+    int64_t covered = 1;
+    for (const auto& [stride, size] : dims) {
+        if (stride < covered) return false;
+        covered += stride * (size - 1);
+    }
+    return true;
 }
 
 void check_out(const SparseDecodeArguments& a) {
@@ -119,11 +159,18 @@ void check_out(const SparseDecodeArguments& a) {
     const std::string takes = "bfloat16 [" + number(a.batch()) + ", " + number(a.s_q()) + ", " + number(a.h_q()) +
                               ", 512] with a contiguous last dim and rows that do not overlap";
     require(out.scalar_type() == ScalarType::BFloat16 && out.dim() == 4, kOut, out, takes);
-    bool ok = out.size(3) == a.d_v && is_last_dim_contiguous(out);
-    for (int i = 0; i < 3; ++i) {
-        ok = ok && out.size(i) == a.q.size(i) && (out.size(i) <= 1 || std::abs(out.stride(i)) >= a.d_v);
-    }
+    bool ok = out.size(3) == a.d_v && is_last_dim_contiguous(out) && is_free_of_overlap(out);
+    for (int i = 0; i < 3; ++i) ok = ok && out.size(i) == a.q.size(i);
     require(ok, kOut, out, takes);
+    check_strides_and_alignment(out, kOut);
+    auto check_apart = [&](const Tensor& t, const char* argument) {
+        const ByteRange written(out), read(t);
+        require(written.end <= read.begin || read.end <= written.begin, kOut, out,
+                std::string("memory that does not lie between the first and the last element of ") + argument);
+    };
+    check_apart(a.q, kQ);
+    check_apart(a.kv, kKv);
+    if (a.extra_kv) check_apart(*a.extra_kv, kExtraKv);
 }
 
 void check_forced_plan(const SparseDecodeArguments& a) {
@@ -148,7 +195,9 @@ void check_forced_plan(const SparseDecodeArguments& a) {
 RecordKind check_arguments(const SparseDecodeArguments& a) {
     check_q(a);
     if (a.d_v != V4Record::kDimV) refuse("d_v (head_dim_v)", number(a.d_v), "512");
-    if (!std::isfinite(a.sm_scale)) refuse("sm_scale (softmax_scale)", std::to_string(a.sm_scale), "a finite number");
+    if (!std::isfinite(a.scale_log2())) {
+        refuse("sm_scale (softmax_scale)", std::to_string(a.sm_scale), "a number that is finite in float32, times log2(e) too");
+    }
     check_cache(a, a.kv, kKv);
     check_indices(a, a.indices, kIndices);
     check_vector(a, a.topk_length, "topk_length", ScalarType::Int, "int32", a.batch(), "b");
@@ -165,6 +214,7 @@ RecordKind check_arguments(const SparseDecodeArguments& a) {
     check_vector(a, a.extra_topk_length, "extra_topk_length", ScalarType::Int, "int32", a.batch(), "b");
     check_out(a);
     check_forced_plan(a);
+    if (a.num_splits) refuse("num_splits", "a tensor", "None: splits are part of tile_scheduler_metadata's forced plan");
     return a.d_qk() == V4Record::kDimQK ? RecordKind::kV4 : RecordKind::kV32;
 }
 
@@ -179,10 +229,10 @@ Plan choose_plan(const SparseDecodeArguments& a, int num_sms) {
 }
 
 void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor topk_length, OptionalTensor attn_sink,
-                         OptionalTensor tile_scheduler_metadata, OptionalTensor, OptionalTensor extra_kv,
+                         OptionalTensor tile_scheduler_metadata, OptionalTensor num_splits, OptionalTensor extra_kv,
                          OptionalTensor extra_indices, OptionalTensor extra_topk_length, int64_t d_v, double sm_scale,
                          OptionalTensor out, bool enable_batch_invariant) {
-    check_arguments({q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, extra_kv, extra_indices,
+    check_arguments({q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits, extra_kv, extra_indices,
                      extra_topk_length, out, d_v, sm_scale, enable_batch_invariant});
 }
 

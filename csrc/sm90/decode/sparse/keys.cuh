@@ -1,6 +1,7 @@
 // Which keys a CTA reads, and where they lie.
 #pragma once
 #include "kv_format.h"
+#include "ptx/memory.cuh"
 #include "sm90/decode/sparse/params.h"
 
 namespace flash_mla::sm90 {
@@ -26,7 +27,7 @@ __device__ __forceinline__ const int32_t* index_list(const KeySource& source, ui
 }
 
 __device__ __forceinline__ int index_list_length(const KeySource& source, uint32_t batch) {
-    const int n = source.lengths ? __ldg(source.lengths + batch) : source.width;
+    const int n = source.lengths ? static_cast<int>(ptx::ld_global_u32(source.lengths + batch)) : source.width;
     return max(0, min(n, source.width));
 }
 
@@ -46,7 +47,8 @@ struct KeyPlace {
 // The slot that the index list names there, -1 past its end.
 __device__ __forceinline__ int32_t load_slot(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place) {
     const int32_t* list = place.extra ? lists.extra : lists.main;
-    return place.in_split && place.position < p.source[place.extra].width ? __ldg(list + place.position) : -1;
+    const bool named = place.in_split && place.position < p.source[place.extra].width;
+    return named ? static_cast<int32_t>(ptx::ld_global_u32(list + place.position)) : -1;
 }
 
 // Whether that slot counts as a key.

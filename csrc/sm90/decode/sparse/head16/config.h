@@ -3,11 +3,11 @@
 #include <algorithm>
 
 #include "kv_format.h"
+#include "plan.h"
 #include "sm90/decode/sparse/params.h"
 
 namespace flash_mla::sm90::head16 {
 
-inline constexpr int kMaxSplits = 16;   // CTAs of a cluster (more than 8 is non-portable, and available on SM90)
 inline constexpr int kTileDims = 64;    // dims that a lane quad covers with one 16-byte load of e4m3 per lane
 inline constexpr int kUnitDims = 16;    // dims of one M tile of P V: the grain in which splits share the merge
 
@@ -56,6 +56,7 @@ struct Config {
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
     static constexpr int kStageBytes = kKeys * kRowPitch;
     static_assert(kRowPitch % 32 == 16);
+    static_assert(kAhead >= 2);   // a barrier of the CTA between zeros for what is no key and their use: see Ring::copy
     // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through behind them. When the
     // last block has been weighed, everything from the scores to the statistics is free to receive the partial results of
     // the peers: [split][unit][dim][head] fp32, up to 45 units (the maximum over splits of splits * ceil(kUnits / splits),
@@ -74,8 +75,8 @@ struct Config {
     static constexpr int kIncomingOffset = kScoreOffset;
     static constexpr int kQueryOffset = kScoreOffset + 2 * kScoreBytes;
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
-    static constexpr int kScaleOffset = kUnscaleOffset + kUnscaleBytes;
-    static constexpr int kMaskOffset = kScaleOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
+    static constexpr int kScaleArraysOffset = kUnscaleOffset + kUnscaleBytes;
+    static constexpr int kMaskOffset = kScaleArraysOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
     static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see Ring
     static constexpr int kOwnStatsOffset =                                        // {reference, sum} per head
         std::max(kFetchTableOffset + 2 * kKeys * 8, kIncomingOffset + 45 * kUnitBytes);

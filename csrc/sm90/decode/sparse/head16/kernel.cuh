@@ -58,7 +58,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Of the first kAhead blocks each warp finds its own keys: lane kKeysPerWarp * b + k the k-th of block b.
     const int first_block = lane / C::kKeysPerWarp, first_key = C::kKeysPerWarp * warp + lane % C::kKeysPerWarp;
     KeyPlace place = place_of(first_group + first_block * C::kKeyGroups, first_key);
-    int32_t slot = load_slot(p, lists, place);
+    int32_t slot = first_block < C::kAhead ? load_slot(p, lists, place) : -1;
     lists.main_length = index_list_length(p.source[0], batch);
     lists.extra_length = index_list_length(p.source[1], batch);
     Query<C> q;
@@ -69,7 +69,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
 
     // The first blocks are fetched whether or not the lengths leave them keys.
     FoundKey<C> found = {};
-    const int first_blocks = min(C::kAhead, (min(p.groups_per_split, p.source[0].groups + p.source[1].groups - first_group) + C::kKeyGroups - 1) / C::kKeyGroups);
+    const int groups = min(p.groups_per_split, p.source[0].groups + p.source[1].groups - first_group);
+    const int first_blocks = min(C::kAhead, (groups + C::kKeyGroups - 1) / C::kKeyGroups);
     auto copy_first = [&](int i) {
         const uint32_t lanes = ((1u << C::kKeysPerWarp) - 1) << (C::kKeysPerWarp * i);
         if (i < first_blocks) ring.copy(Stage::make<C>(i), first_key, found.row, found.valid, lanes, lane);
@@ -84,7 +85,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     if constexpr (C::kHeadGroups == 2) {
         if (has_neighbours) {
             tile_flags.bits |= q.rope_flags(lane);
-            if (first_head == 0 || row_slice_is_nonzero<C>(q_rows.first - q_rows.stride, p.q_aligned16, warp, lane)) {
+            const uint16_t* previous_row = q_rows.first - q_rows.stride;
+            if (first_head == 0 || row_slice_is_nonzero<C>(previous_row, p.q_aligned16, warp, lane)) {
                 tile_flags.bits |= TileFlags::kPreviousRowNonzero;
             }
         }
@@ -97,7 +99,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             if (tile_flags.answers_for_others()) {
                 look_for_zero_tiles<C>(p, q_token, first_head, shared_address, warp, lane);
                 const int head = first_head + C::kHeads + threadIdx.x;
-                if (head < p.h_q) ptx::st_shared_f32(shared_address + C::kSkippedSinkOffset + 4 * threadIdx.x, load_sink(p, head));
+                const uint32_t at = shared_address + C::kSkippedSinkOffset + 4 * threadIdx.x;
+                if (head < p.h_q) ptx::st_shared_f32(at, load_sink(p, head));
             }
         }
     }
@@ -108,7 +111,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
 #pragma unroll
     for (int i = 1; i < C::kAhead; ++i) copy_first(i);
 
-    const int blocks = (max(0, live_groups(p, splits.rank, lists.main_length, lists.extra_length)) + C::kKeyGroups - 1) / C::kKeyGroups;
+    const int live = max(0, live_groups(p, splits.rank, lists.main_length, lists.extra_length));
+    const int blocks = (live + C::kKeyGroups - 1) / C::kKeyGroups;
     auto group_of = [&](int i) { return first_group + i * C::kKeyGroups; };
     int32_t next_slot = -1;
     auto load_next_slot = [&](int i) {
@@ -189,9 +193,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         p.lse + (static_cast<uint64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row,
         first_head,
         q_rows.count,
-        has_neighbours && tile_flags.answers_for_others()
-            ? min(C::kHeads * zero_tiles_behind<C>(p, first_head, shared_address, lane), p.h_q - first_head - C::kHeads)
-            : 0,
+        has_neighbours && tile_flags.answers_for_others() ? zero_heads_behind<C>(p, first_head, shared_address, lane) : 0,
     };
     PartialWeight<C> weight;
     ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <atomic>
 
 #include "sm90/decode/sparse/head16/kernel.cuh"
@@ -6,25 +7,31 @@
 
 namespace flash_mla::sm90::head16 {
 
-// Function attributes belong to a device, so they are set once for each; setting them twice in a race is harmless.
-template <class C>
-cudaError_t set_attributes_once() {
+// Function attributes belong to a device, so they are set, and what fits is asked, once for each; twice in a race is harmless.
+template <class Record, int kHeadGroups, int kKeys>
+cudaError_t max_splits(int* splits) {
+    using C = Config<Record, kHeadGroups, kKeys>;
     constexpr int kMaxDevices = 64;
-    static std::atomic<bool> done[kMaxDevices];
+    static std::atomic<int> known[kMaxDevices];
     int device = 0;
     if (cudaError_t e = cudaGetDevice(&device)) return e;
-    if (device < kMaxDevices && done[device].load(std::memory_order_acquire)) return cudaSuccess;
+    if (device < kMaxDevices && (*splits = known[device].load(std::memory_order_acquire))) return cudaSuccess;
     const void* kernel = reinterpret_cast<const void*>(&sparse_decode_kernel<C>);
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes)) return e;
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-    if (device < kMaxDevices) done[device].store(true, std::memory_order_release);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kMaxSplits, 1, 1);
+    config.blockDim = dim3(C::kThreads, 1, 1);
+    config.dynamicSmemBytes = C::kSharedBytes;
+    if (cudaError_t e = cudaOccupancyMaxPotentialClusterSize(splits, kernel, &config)) return e;
+    *splits = std::clamp(*splits, 1, kMaxSplits);
+    if (device < kMaxDevices) known[device].store(*splits, std::memory_order_release);
     return cudaSuccess;
 }
 
 template <class Record, int kHeadGroups, int kKeys>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
     using C = Config<Record, kHeadGroups, kKeys>;
-    if (cudaError_t e = set_attributes_once<C>()) return e;
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};

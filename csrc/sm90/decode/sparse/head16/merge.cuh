@@ -5,6 +5,9 @@
 // belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count towards a
 // barrier of the owner, which then adds up what it got and writes it out. With one split all units are the CTA's own.
 #pragma once
+#include <cfloat>
+#include <cmath>
+
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/decode/sparse/head16/values.cuh"
@@ -31,13 +34,13 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
     ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, splits.count * C::kHeads * 4);
+    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * C::kHeads * 4);
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
 }
 
 // By the warp that keeps the sums, of which each lane of a quad has a share: {reference, sum} of every head, for
-// sum * 2^reference, to the CTA, and their
-// log-sum-exp (base 2; -inf without keys) to every CTA of the cluster.
+// sum * 2^reference, to the CTA (seen after its next barrier), and their log-sum-exp (base 2; -inf without keys) to every
+// CTA of the cluster. Not by st.async to itself: memcheck takes a cluster of one CTA for none.
 template <class C>
 __device__ __forceinline__ void publish_sums(const float (&reference)[C::kHeadGroups], const float (&share)[C::kHeadGroups],
                                              uint32_t shared, SplitsOfTile splits, int lane) {
@@ -50,8 +53,9 @@ __device__ __forceinline__ void publish_sums(const float (&reference)[C::kHeadGr
         const int head = 8 * n + g;
         if (t == 0) ptx::st_shared_f32x2(shared + C::kOwnStatsOffset + 8 * head, {reference[n], sum});
         for (int peer = t; peer < splits.count; peer += 4) {
-            ptx::st_async(ptx::mapa(shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank), peer), lse,
-                          ptx::mapa(shared + C::kLseBarrierOffset, peer));
+            const uint32_t at = shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank);
+            if (peer == splits.rank) ptx::st_shared_f32(at, lse);
+            else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
         }
     }
 }
@@ -126,7 +130,7 @@ __device__ __forceinline__ float sink_factor(float sink, float lse) {
     return lse == INFINITY ? 0.f : __fdividef(1.f, 1.f + ptx::ex2_ftz(sink - lse));
 }
 __device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head) {
-    return p.attn_sink ? __ldg(p.attn_sink + head) * 1.44269504f : -INFINITY;
+    return p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) * 1.44269504f : -INFINITY;
 }
 
 // Where a CTA's results go.

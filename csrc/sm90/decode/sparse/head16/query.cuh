@@ -26,14 +26,14 @@ __device__ __forceinline__ void load_bf16(uint32_t* r, const uint16_t* p) {
     static_assert(kWords == 2 || kWords % 4 == 0);
     if constexpr (!kAligned) {
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) r[i] = __ldg(p + 2 * i) | static_cast<uint32_t>(__ldg(p + 2 * i + 1)) << 16;
+        for (int i = 0; i < kWords; ++i) r[i] = ptx::ld_global_u16(p + 2 * i) | ptx::ld_global_u16(p + 2 * i + 1) << 16;
     } else if constexpr (kWords == 2) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+        const uint2 v = ptx::ld_global_v2(p);
         r[0] = v.x, r[1] = v.y;
     } else {
 #pragma unroll
         for (int i = 0; i < kWords; i += 4) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4*>(p) + i / 4);
+            const uint4 v = ptx::ld_global_v4(p + 2 * i);
             r[i] = v.x, r[i + 1] = v.y, r[i + 2] = v.z, r[i + 3] = v.w;
         }
     }
@@ -123,7 +123,7 @@ struct QueryTile {
         return flags;
     }
 
-    // As A fragments, `at` [fragment][32 lanes], see QueryFragment. `unscale` [head]: softmax scale * log2(e) / the power
+    // As A fragments, `at` [fragment][32 lanes], see Query. `unscale` [head]: softmax scale * log2(e) / the power
     // of two.
     __device__ __forceinline__ void store(uint4* at, float* unscale, float scale_log2, bool as_bf16, int lane) const {
         uint32_t r[C::kHeadGroups][8];

@@ -41,7 +41,7 @@ struct FoundKey {
         valid = is_key(p, lists, place, slot);
         const KeyAddress a = sm90::locate<Record>(p.source[place.extra], valid ? slot : 0);
         row = a.row;
-        if constexpr (Record::kScalesAfterRows) scales = __ldg(reinterpret_cast<const uint2*>(a.row + a.scales_from_row));
+        if constexpr (Record::kScalesAfterRows) scales = ptx::ld_global_v2(a.row + a.scales_from_row);
     }
 };
 
@@ -62,7 +62,8 @@ struct Ring {
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
 
     // By every warp, whose keys of the block are those of `lanes`. What is no key becomes zeros, so
-    // that whatever lies in its slot, NaN bytes too, has no effect.
+    // that whatever lies in its slot, NaN bytes too, has no effect. The zeros do not count towards the barrier of the stage:
+    // readers see them because at least one barrier of the CTA lies between a block's copies and its use (kAhead).
     __device__ __forceinline__ void copy(Stage s, int key, const uint8_t* from, bool valid, uint32_t lanes, int lane) const {
         const uint32_t valid_lanes = __ballot_sync(0xffffffffu, valid) & lanes;
         if (!(lanes >> lane & 1)) return;

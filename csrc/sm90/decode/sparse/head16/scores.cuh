@@ -41,8 +41,8 @@ struct ScoreAddresses {
         if (C::kRopeWords > 0) more = ptx::opaque(more);
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
         scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
-        scale_store = ptx::opaque(shared + C::kScaleOffset + 4 * (scale_row * C::kScaleStride + warp_key + g));
-        scale_load = places.pair + (C::kScaleOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
+        scale_store = ptx::opaque(shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g));
+        scale_load = places.pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
         mask = places.pair + (C::kMaskOffset + 4 * warp_key);
         score = places.score + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
     }
@@ -104,7 +104,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
                                                Stage stage, ScoreBuffer buffer, int part, int lane) {
     const int t = lane % 4;
     const bool rope_last = last_tile_is_rope<C>(part);
-    constexpr int kOctetRows = 8 * C::kRowPitch, kOctetFloats = 32;   // bytes from octet to octet
+    constexpr int kOctetRows = 8 * C::kRowPitch, kOctetColumnBytes = 32;   // bytes from octet to octet
 
     // All of the block that this lane reads, first, since what follows is long.
     uint4 keys[C::kOctets][C::kTilesPerPart], more[C::kOctets];
@@ -158,7 +158,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     auto add_tile = [&](int j) {
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
-            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + buffer.scale + o * kOctetFloats + 4 * (j / C::kTilesPerScale * C::kScaleStride));
+            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + buffer.scale + o * kOctetColumnBytes + 4 * (j / C::kTilesPerScale * C::kScaleStride));
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
                 s[o][n][0] = fmaf(product[j % 2][o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if (t < C::kScaleRowsPerPart) {
-            store_scale<C>(at.scale_store + buffer.scale + o * kOctetFloats, scales[o], rope_last && t == C::kScaleRowsPerPart - 1);
+            store_scale<C>(at.scale_store + buffer.scale + o * kOctetColumnBytes, scales[o], rope_last && t == C::kScaleRowsPerPart - 1);
         }
     }
     __syncwarp();
@@ -202,11 +202,11 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
                 for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(rope.at(n, i), scale_log2, s[o][n][i]);
             }
         }
-        const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask + o * kOctetFloats);
+        const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask + o * kOctetColumnBytes);
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
-            ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetFloats + 4 * (8 * n * C::kScoreStride), masked);
+            ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
         }
     }
 }

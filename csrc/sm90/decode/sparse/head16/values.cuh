@@ -1,5 +1,7 @@
 // P V: each warp accumulates its own dims of V over all keys of the CTA.
 #pragma once
+#include <cfloat>
+
 #include "ptx/mma.cuh"
 #include "sm90/decode/sparse/head16/softmax.cuh"
 
@@ -139,7 +141,7 @@ struct ValueAddresses {
         const int first = is_rope ? C::Record::kRopeOffset + 2 * (warp * C::kValueDims % kTileDims) : warp * C::kValueDims;
         value = ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2));
         score = places.score + C::kScoreOffset;
-        exponent = places.pair + (C::kScaleOffset + C::kScaleArrayBytes + 4 * scale_row * C::kScaleStride);
+        exponent = places.pair + (C::kScaleArraysOffset + C::kScaleArrayBytes + 4 * scale_row * C::kScaleStride);
     }
 };
 

@@ -61,11 +61,13 @@ __device__ __forceinline__ void look_for_zero_tiles(const SparseDecodeParams& p,
     if (lane == 0) ptx::st_shared_u32(shared + C::kNonzeroTilesOffset + 4 * warp, nonzero);
 }
 
+// How many heads, whole tiles of them up to the last one's end, directly behind this tile are skipped.
 template <class C>
-__device__ __forceinline__ int zero_tiles_behind(const SparseDecodeParams& p, int first_head, uint32_t shared, int lane) {
-    const uint32_t nonzero = __reduce_or_sync(0xffffffffu, lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kNonzeroTilesOffset + 4 * lane) : 0);
-    const int tiles = (p.h_q - first_head - 1) / C::kHeads;
-    return nonzero ? min(tiles, __ffs(nonzero) - 1) : tiles;
+__device__ __forceinline__ int zero_heads_behind(const SparseDecodeParams& p, int first_head, uint32_t shared, int lane) {
+    const uint32_t of_warp = lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kNonzeroTilesOffset + 4 * lane) : 0;
+    const uint32_t nonzero = __reduce_or_sync(0xffffffffu, of_warp);
+    const int heads_behind = max(0, p.h_q - first_head - C::kHeads);
+    return nonzero ? min(heads_behind, C::kHeads * (__ffs(nonzero) - 1)) : heads_behind;
 }
 
 }  // namespace flash_mla::sm90::head16

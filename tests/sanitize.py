@@ -13,12 +13,12 @@ from flash_mla import FlashMLASchedMeta
 from flash_mla.kv_cache import V4, V32
 from flash_mla.testing import assert_close_flashmla, make_case, poison_unused
 
-SPLITS = (1, 3, 16)
+SPLITS = (1, 16)
 BLOCK_KEYS = (32, 64)
 
 
 def cases():
-    for record, h_q in itertools.product((V4, V32), (5, 20)):
+    for record, h_q in ((V4, 5), (V4, 20), (V32, 20)):
         yield make_case(
             3, 2, h_q, 130, 65, record=record, page=3, extra_page=64, sinks=True,
             lengths=[130, 0, 77], extra_lengths=[0, 0, 65], invalid_fraction=0.2,

@@ -20,27 +20,35 @@ __device__ __forceinline__ T* opaque(T* x) {
 }
 
 // Global loads. Not __ldg: its ld.global.nc is for what nobody writes while the kernel is there, and the compiler may move
-// it ahead of griddepcontrol.wait, where the kernel before may still be writing. These stay where they are written.
+// it ahead of griddepcontrol.wait, where the kernel before may still be writing. These keep their order with the wait, as
+// both are volatile.
 __device__ __forceinline__ uint32_t ld_global_u16(const void* p) {
     uint16_t v;
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
 }
 __device__ __forceinline__ uint32_t ld_global_u32(const void* p) {
     uint32_t v;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+// Without a branch: `otherwise` if not `exists`.
+__device__ __forceinline__ uint32_t ld_global_u32_or(const void* p, bool exists, uint32_t otherwise) {
+    uint32_t v;
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %2, 0;\n mov.b32 %0, %3;\n @exists ld.global.u32 %0, [%1];\n}"
+                 : "=&r"(v) : "l"(p), "r"(static_cast<uint32_t>(exists)), "r"(otherwise));
     return v;
 }
 __device__ __forceinline__ float ld_global_f32(const void* p) { return __uint_as_float(ld_global_u32(p)); }
 
 __device__ __forceinline__ uint2 ld_global_v2(const void* p) {
     uint2 v;
-    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
 __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 

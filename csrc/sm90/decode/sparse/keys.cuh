@@ -27,8 +27,8 @@ __device__ __forceinline__ const int32_t* index_list(const KeySource& source, ui
 }
 
 __device__ __forceinline__ int index_list_length(const KeySource& source, uint32_t batch) {
-    const int n = source.lengths ? static_cast<int>(ptx::ld_global_u32(source.lengths + batch)) : source.width;
-    return max(0, min(n, source.width));
+    const uint32_t n = ptx::ld_global_u32_or(source.lengths + batch, source.lengths, source.width);
+    return max(0, min(static_cast<int>(n), source.width));
 }
 
 // A key of a block: in which cache, and where in its index list. What lies past the split's last group belongs to another
@@ -44,12 +44,16 @@ struct KeyPlace {
     }
 };
 
-// The slot that the index list names there, -1 past its end.
-__device__ __forceinline__ int32_t load_slot(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place) {
-    const int32_t* list = place.extra ? lists.extra : lists.main;
-    const bool named = place.in_split && place.position < p.source[place.extra].width;
-    return named ? static_cast<int32_t>(ptx::ld_global_u32(list + place.position)) : -1;
-}
+// Where the index list names the slot of that place, if it does.
+struct SlotAddress {
+    const int32_t* at;
+    bool exists;
+
+    __device__ __forceinline__ SlotAddress(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place)
+        : at((place.extra ? lists.extra : lists.main) + place.position),
+          exists(place.in_split && place.position < p.source[place.extra].width) {}
+    __device__ __forceinline__ int32_t load() const { return static_cast<int32_t>(ptx::ld_global_u32_or(at, exists, ~0u)); }
+};
 
 // Whether that slot counts as a key.
 __device__ __forceinline__ bool is_key(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place, int32_t slot) {

@@ -41,6 +41,15 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const LanePlaces<C> places(shared_address, lane);
     const ScoreAddresses<C> score_at(shared_address, places, warp_key, part, lane);
     const ValueAddresses<C> value_at(shared_address, places, warp, value_scale_row, value_is_rope, lane);
+    auto place_of = [&](int block_group, int key) {
+        return KeyPlace(p, splits.rank, block_group + key / kKeysPerGroup, key % kKeysPerGroup);
+    };
+    const int first_group = splits.rank * p.groups_per_split;
+    // Of the first kAhead blocks each warp finds its own keys: lane kKeysPerWarp * b + k the k-th of block b.
+    const int first_block = lane / C::kKeysPerWarp, first_key = C::kKeysPerWarp * warp + lane % C::kKeysPerWarp;
+    const KeyPlace first_place = place_of(first_group + first_block * C::kKeyGroups, first_key);
+    SlotAddress first_slot(p, lists, first_place);
+    first_slot.at = ptx::opaque(first_slot.at);
     if (threadIdx.x == 0) {
         ring.init_barriers();
         expect_peers<C>(shared_address, splits);
@@ -51,14 +60,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
     // Load: the first indices, the lengths and Q side by side, then keys, as many blocks as the ring takes.
-    auto place_of = [&](int block_group, int key) {
-        return KeyPlace(p, splits.rank, block_group + key / kKeysPerGroup, key % kKeysPerGroup);
-    };
-    const int first_group = splits.rank * p.groups_per_split;
-    // Of the first kAhead blocks each warp finds its own keys: lane kKeysPerWarp * b + k the k-th of block b.
-    const int first_block = lane / C::kKeysPerWarp, first_key = C::kKeysPerWarp * warp + lane % C::kKeysPerWarp;
-    KeyPlace place = place_of(first_group + first_block * C::kKeyGroups, first_key);
-    int32_t slot = first_block < C::kAhead ? load_slot(p, lists, place) : -1;
+    const int32_t slot = first_slot.load();
     lists.main_length = index_list_length(p.source[0], batch);
     lists.extra_length = index_list_length(p.source[1], batch);
     Query<C> q;
@@ -75,7 +77,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         const uint32_t lanes = ((1u << C::kKeysPerWarp) - 1) << (C::kKeysPerWarp * i);
         if (i < first_blocks) ring.copy(Stage::make<C>(i), first_key, found.row, found.valid, lanes, lane);
     };
-    if (first_blocks > 0) found.locate(p, lists, place, slot);
+    if (first_blocks > 0) found.locate(p, lists, first_place, slot);
     const bool has_neighbours = C::kHeadGroups == 2 && gridDim.y > 1;   // more tiles of this token
     if (!has_neighbours) copy_first(0);
 
@@ -116,7 +118,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     auto group_of = [&](int i) { return first_group + i * C::kKeyGroups; };
     int32_t next_slot = -1;
     auto load_next_slot = [&](int i) {
-        if (finds_keys && i < blocks) next_slot = load_slot(p, lists, place_of(group_of(i), found_key));
+        if (finds_keys && i < blocks) next_slot = SlotAddress(p, lists, place_of(group_of(i), found_key)).load();
     };
     load_next_slot(C::kAhead);
 

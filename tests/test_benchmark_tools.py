@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARK))
 
 import baseline  # noqa: E402
 import bench_sparse_decode  # noqa: E402
+import figures  # noqa: E402
 import peer  # noqa: E402
 import profile_ncu  # noqa: E402
 import search_plan  # noqa: E402
@@ -251,6 +252,17 @@ def test_what_was_not_measured_is_neither_met_nor_missed():
     outcomes = targets.evaluate([measured_row(1)])
     assert cell(outcomes, ISSUE3, "64", 128).met is None
     assert "not measured" in str(cell(outcomes, ISSUE3, "64", 128))
+
+
+def test_the_documents_tables_are_those_of_the_csvs():
+    for (document, name), make in figures.TABLES.items():
+        text = (figures.ROOT / document).read_text()
+        assert figures.filled(text, name, make()) == text, f"run python {figures.__file__}"
+
+
+def test_a_table_without_its_markers_is_an_error():
+    with pytest.raises(ValueError, match="no <!-- figures:speed:begin -->"):
+        figures.filled("text", "speed", [])
 
 
 def test_padded_rows_count_for_padded_targets_only():

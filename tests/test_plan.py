@@ -59,3 +59,11 @@ def test_planning_costs_no_more_than_a_few_microseconds():
     for _ in range(1000):
         plan(4, 640, 8)
     assert (time.perf_counter() - start) / 1000 < 50e-6
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 4, 8, 16, 18])
+def test_a_cluster_fits_a_small_gpu(num_sms):
+    """A slice of a GPU has fewer SMs than a large cluster needs (1 CTA an SM, or 2 of 32 keys)."""
+    for tokens, width, heads in itertools.product(TOKENS, WIDTHS, HEADS):
+        _, splits, block_keys = plan(tokens, width, heads, num_sms)
+        assert splits <= num_sms * 64 // block_keys

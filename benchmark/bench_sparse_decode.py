@@ -22,6 +22,7 @@ from common import (
     RESULTS,
     Machine,
     ResultsCsv,
+    add_from_csv,
     console,
     hbm_peak_gbs,
     new_table,
@@ -114,13 +115,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="ROWS",
         help="call this package, too, with zero rows up to ROWS, and natively beside it",
     )
-    parser.add_argument(
-        "--peer",
-        default=None,
-        metavar="FILE",
-        help=f"FlashMLA's {flashmla.FILE} (default: .peer/, then an installed vLLM)",
-    )
-    parser.add_argument("--no-peer", action="store_true", help="time this package alone")
+    flashmla.add_arguments(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -131,13 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--targets", action="store_true", help="say of each target whether it is met"
     )
     parser.add_argument("--markdown", action="store_true", help="print the targets in Markdown")
-    parser.add_argument(
-        "--from-csv",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="measure nothing: table, plot and targets of an earlier run",
-    )
+    add_from_csv(parser, "table, plot and targets of an earlier run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of CSV and plot")
     parser.add_argument("--name", default=None, help="their name without suffix")
     arguments = parser.parse_args(argv)
@@ -172,9 +161,7 @@ def shapes(arguments: argparse.Namespace) -> list[Shape]:
 
 def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
     """Measure every configuration and write the CSV."""
-    peer = None if arguments.no_peer else flashmla.load(arguments.peer)
-    if peer is None:
-        console.print("FlashMLA's library is not here: times of this package alone.")
+    peer = flashmla.chosen(arguments)
     machine = Machine.here()
     console.print(str(machine), markup=False)
     workload = Workload(arguments.record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import datetime
@@ -125,6 +126,17 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
             {key: text if key in as_text else _value(text) for key, text in row.items()}
             for row in csv.DictReader(file)
         ]
+
+
+def add_from_csv(parser: argparse.ArgumentParser, what: str) -> None:
+    """`--from-csv FILE`: `what` again of an earlier run."""
+    parser.add_argument(
+        "--from-csv",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help=f"measure nothing: {what}",
+    )
 
 
 def new_table(*header: str, title: str) -> Table:

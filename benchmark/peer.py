@@ -6,6 +6,7 @@ The file is `_flashmla_C.abi3.so` of an installed vLLM, or of an unpacked wheel
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import ROOT
+from common import ROOT, console
 
 FILE = "_flashmla_C.abi3.so"
 NAMESPACE = "_flashmla_C"
@@ -100,6 +101,25 @@ def find(given: str | None) -> Path | None:
         [Path(place) / FILE for place in (vllm.submodule_search_locations or [])] if vllm else []
     )
     return next((place for place in places if place.is_file()), None)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of every script that compares with FlashMLA; see `chosen`."""
+    parser.add_argument(
+        "--peer",
+        default=None,
+        metavar="FILE",
+        help=f"FlashMLA's {FILE} (default: .peer/, then an installed vLLM)",
+    )
+    parser.add_argument("--no-peer", action="store_true", help="time this package alone")
+
+
+def chosen(arguments: argparse.Namespace) -> Peer | None:
+    """The peer that the options name; None, said on the console, where there is none."""
+    peer = None if arguments.no_peer else load(arguments.peer)
+    if peer is None:
+        console.print("FlashMLA's library is not here: times of this package alone.")
+    return peer
 
 
 def load(given: str | None = None) -> Peer | None:

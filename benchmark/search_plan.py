@@ -21,6 +21,7 @@ from common import (
     RESULTS,
     Machine,
     ResultsCsv,
+    add_from_csv,
     console,
     new_table,
     numbers,
@@ -94,13 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--show", type=int, default=12, help="how many of the worst points to print"
     )
-    parser.add_argument(
-        "--from-csv",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="measure nothing: regret of today's plan on recorded times",
-    )
+    add_from_csv(parser, "regret of today's plan on recorded times")
     parser.add_argument("--out", type=Path, default=RESULTS / "plan_search.csv")
     arguments = parser.parse_args(argv)
     if arguments.full:
@@ -271,8 +266,14 @@ def report(summary: Summary, show: int) -> None:
             f"no time for {choice.splits} x {choice.block_keys}, chosen at {point.tokens} tokens, {point.width} keys, {point.heads} heads"
         )
     console.print(
+        f"{in_words(summary)}; {len(summary.untimed)} choices not timed"
+    )
+
+
+def in_words(summary: Summary) -> str:
+    return (
         f"regret over {len(summary.regrets)} points: median {100 * summary.median:.1f} % (at most {100 * MEDIAN_LIMIT:.0f}), "
-        f"worst {100 * summary.worst:.1f} % (at most {100 * WORST_LIMIT:.0f}); {len(summary.untimed)} choices not timed"
+        f"worst {100 * summary.worst:.1f} % (at most {100 * WORST_LIMIT:.0f})"
     )
 
 

@@ -25,6 +25,7 @@ from common import (
     RESULTS,
     Machine,
     ResultsCsv,
+    add_from_csv,
     console,
     new_table,
     numbers,
@@ -76,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--context", type=int, default=32768, help="tokens of context per request")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--peer", default=None, metavar="FILE", help=f"FlashMLA's {flashmla.FILE}")
-    parser.add_argument("--no-peer", action="store_true", help="time this package alone")
+    flashmla.add_arguments(parser)
     parser.add_argument(
         "--interface",
         type=Path,
@@ -85,13 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="vLLM's flash_mla_interface.py: call both libraries through it",
     )
-    parser.add_argument(
-        "--from-csv",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="measure nothing: table and plot of an earlier run",
-    )
+    add_from_csv(parser, "table and plot of an earlier run")
     parser.add_argument("--out", type=Path, default=RESULTS / "step.csv")
     arguments = parser.parse_args(argv)
     if arguments.from_csv:
@@ -244,7 +238,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     import flash_mla
     from flash_mla.timing import time_graphs
 
-    peer = None if arguments.no_peer else flashmla.load(arguments.peer)
+    peer = flashmla.chosen(arguments)
     ours: Any = flash_mla
     if arguments.interface:
         ours = flashmla.load_interface(arguments.interface, "flash_mla")

@@ -159,7 +159,10 @@ def tables(outcomes: Sequence[Outcome], *, markdown: bool = False) -> Iterable[A
             for group in unique(o.target.group for o in mine)
         ]
         header = ["tokens", *(f"width {width}" for width in widths)]
-        yield _markdown(title, header, lines) if markdown else _rich(title, header, lines)
+        if markdown:
+            yield f"{title}\n\n{markdown_table(header, lines)}\n"
+        else:
+            yield _rich(title, header, lines)
 
 
 def _rich(title: str, header: list[str], lines: list[list[str]]) -> Table:
@@ -170,11 +173,6 @@ def _rich(title: str, header: list[str], lines: list[list[str]]) -> Table:
     return table
 
 
-def _markdown(title: str, header: list[str], lines: list[list[str]]) -> str:
+def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rule = ["---"] * len(header)
-    return (
-        "\n".join(
-            [f"{title}\n", *("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])]
-        )
-        + "\n"
-    )
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *lines])

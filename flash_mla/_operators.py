@@ -13,7 +13,7 @@ Python. A CompositeImplicitAutograd kernel is exactly such a decomposition. The 
 the kernels registered for CPU and CUDA, so calls outside of a trace never see it.
 """
 
-from typing import NoReturn, Optional, Tuple
+from typing import NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -32,67 +32,51 @@ _SPARSE_DECODE_OUT = (
 SparseDecodeResult = Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]
 
 
-def _sparse_decode_on_cpu(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Optional[Tensor],
-    attn_sink: Optional[Tensor],
-    tile_scheduler_metadata: Optional[Tensor],
-    num_splits: Optional[Tensor],
-    extra_kv: Optional[Tensor],
-    extra_indices: Optional[Tensor],
-    extra_topk_length: Optional[Tensor],
-    d_v: int,
-    sm_scale: float,
-    out_: Optional[Tensor] = None,
-    enable_batch_invariant: bool = False,
-) -> SparseDecodeResult:
+class _Arguments(NamedTuple):
+    """Those of ``sparse_decode_fwd``. PyTorch leaves out the last ones where they have their defaults."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    topk_length: Optional[Tensor]
+    attn_sink: Optional[Tensor]
+    tile_scheduler_metadata: Optional[Tensor]
+    num_splits: Optional[Tensor]
+    extra_kv: Optional[Tensor]
+    extra_indices: Optional[Tensor]
+    extra_topk_length: Optional[Tensor]
+    d_v: int
+    sm_scale: float
+    out_: Optional[Tensor] = None
+    enable_batch_invariant: bool = False
+
+
+def _sparse_decode_on_cpu(*arguments) -> SparseDecodeResult:
     """The reference, behind the same checks that the CUDA operator makes."""
-    ops.sparse_decode_check(
-        q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits,
-        extra_kv, extra_indices, extra_topk_length, d_v, sm_scale, out_, enable_batch_invariant,
-    )  # fmt: skip
+    a = _Arguments(*arguments)
+    ops.sparse_decode_check(*a)
     out, lse = reference.sparse_decode(
-        q,
-        kv,
-        indices,
-        topk_length=topk_length,
-        attn_sink=attn_sink,
-        extra_kv=extra_kv,
-        extra_indices=extra_indices,
-        extra_topk_length=extra_topk_length,
-        d_v=d_v,
-        sm_scale=sm_scale,
-        out=out_,
+        a.q,
+        a.kv,
+        a.indices,
+        topk_length=a.topk_length,
+        attn_sink=a.attn_sink,
+        extra_kv=a.extra_kv,
+        extra_indices=a.extra_indices,
+        extra_topk_length=a.extra_topk_length,
+        d_v=a.d_v,
+        sm_scale=a.sm_scale,
+        out=a.out_,
     )
-    return out, lse, tile_scheduler_metadata, num_splits
+    return out, lse, a.tile_scheduler_metadata, a.num_splits
 
 
-def _sparse_decode_traced(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Optional[Tensor],
-    attn_sink: Optional[Tensor],
-    tile_scheduler_metadata: Optional[Tensor],
-    num_splits: Optional[Tensor],
-    extra_kv: Optional[Tensor],
-    extra_indices: Optional[Tensor],
-    extra_topk_length: Optional[Tensor],
-    d_v: int,
-    sm_scale: float,
-    out_: Optional[Tensor] = None,
-    enable_batch_invariant: bool = False,
-) -> SparseDecodeResult:
+def _sparse_decode_traced(*arguments) -> SparseDecodeResult:
     """``sparse_decode_fwd`` in terms of ``sparse_decode_out``."""
-    if out_ is None:
-        out_ = q.new_empty(*q.shape[:-1], d_v)
-    lse = ops.sparse_decode_out(
-        q, kv, indices, topk_length, attn_sink, tile_scheduler_metadata, num_splits,
-        extra_kv, extra_indices, extra_topk_length, d_v, sm_scale, out_, enable_batch_invariant,
-    )  # fmt: skip
-    return out_, lse, tile_scheduler_metadata, num_splits
+    a = _Arguments(*arguments)
+    if a.out_ is None:
+        a = a._replace(out_=a.q.new_empty(*a.q.shape[:-1], a.d_v))
+    return a.out_, ops.sparse_decode_out(*a), a.tile_scheduler_metadata, a.num_splits
 
 
 def _sparse_decode_out(*arguments) -> Tensor:

@@ -83,6 +83,15 @@ def sparse_decode(
     return out, lse
 
 
+def is_key(slots: Tensor, kv: Tensor, length: Optional[Tensor]) -> Tensor:
+    """Bool, of the shape of ``slots`` [n, ..., width]: which of them name a key of ``kv``; ``length`` [n] or None."""
+    valid = (slots >= 0) & (slots < kv_cache.num_slots(kv))
+    if length is not None:
+        column = torch.arange(slots.shape[-1], device=slots.device)
+        valid &= column < length.reshape(-1, *[1] * (slots.dim() - 1))
+    return valid
+
+
 class _Cache:
     """One cache with the indices into it."""
 
@@ -95,11 +104,7 @@ class _Cache:
     def keys(self, request: Tensor, position: Tensor) -> Tuple[Tensor, Tensor]:
         """Keys of the tokens, float32 [tokens, width, d_qk], zero where ``valid`` is not set."""
         slots = self.indices[request, position].to(torch.int64)
-        valid = (slots >= 0) & (slots < kv_cache.num_slots(self.kv))
-        if self.length is not None:
-            column = torch.arange(slots.shape[-1], device=slots.device)
-            valid &= column < self.length[request].unsqueeze(-1)
-
+        valid = is_key(slots, self.kv, None if self.length is None else self.length[request])
         if kv_cache.num_slots(self.kv) == 0:
             shape = (*slots.shape, self.record.d_qk)
             return torch.zeros(shape, dtype=torch.float32, device=slots.device), valid

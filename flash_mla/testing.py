@@ -8,7 +8,7 @@ of any magnitude.
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -66,7 +66,11 @@ class Case:
 
         if sched_meta is None:
             sched_meta, _ = flash_mla.get_mla_metadata()
-        arguments = dict(
+        return flash_mla.flash_mla_with_kvcache(**{**self.keywords(sched_meta), "out": out, **keywords})
+
+    def keywords(self, sched_meta) -> Dict[str, Any]:
+        """The call's arguments, those that vLLM gives, for this package's function or FlashMLA's."""
+        return dict(
             q=self.q,
             k_cache=self.kv,
             block_table=None,
@@ -81,9 +85,7 @@ class Case:
             extra_indices_in_kvcache=self.extra_indices,
             topk_length=self.topk_length,
             extra_topk_length=self.extra_topk_length,
-            out=out,
         )
-        return flash_mla.flash_mla_with_kvcache(**{**arguments, **keywords})
 
     def reference(self) -> Tuple[Tensor, Tensor]:
         """float32 ``(out, lse)``: not rounded to bfloat16 as the operator's result is."""
@@ -207,15 +209,6 @@ def make_case(
     )
 
 
-def valid_indices(kv: Tensor, indices: Tensor, length: Optional[Tensor]) -> Tensor:
-    """Bool [b, s_q, topk]: which indices name a key."""
-    valid = (indices >= 0) & (indices.to(torch.int64) < kv_cache.num_slots(kv))
-    if length is not None:
-        column = torch.arange(indices.shape[-1], device=indices.device)
-        valid &= column < length[:, None, None]
-    return valid
-
-
 # Bytes that read as NaN or Inf in whatever part of a record they land: NaN of every format (an
 # ue8m0 scale of 255 is 2^128), +Inf and -Inf of bfloat16 (and e4m3 NaN), +Inf of float32.
 _POISONS = ((0xFF,), (0x80, 0x7F), (0x80, 0xFF), (0x00, 0x00, 0x80, 0x7F))
@@ -244,7 +237,8 @@ def poison_unused(case: Case) -> None:
         )
         flags = keep.as_strided(kv.shape, kv.stride(), kv.storage_offset())
         rows, scales = kv_cache.regions(flags, case.record)
-        slots = indices[valid_indices(kv, indices, length)].to(torch.int64)
+        slots = indices.to(torch.int64)
+        slots = slots[reference.is_key(slots, kv, length)]
         block, offset = slots // kv.shape[1], slots % kv.shape[1]
         rows[block, offset] = 1
         if scales is not None:

@@ -163,20 +163,6 @@ def test_compile(record, backend, extra_topk):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_compile_with_an_output_buffer():
-    case = make_case(2, 1, 8, 16)
-    buffer = torch.full((2, 1, 64, 512), 7.0, dtype=torch.bfloat16)
-
-    def step(q, buffer):
-        return case.replace(q=q).run(out=buffer[:, :, :8])[1]
-
-    torch._dynamo.reset()
-    lse = torch.compile(step, backend="aot_eager", fullgraph=True)(case.q, buffer)
-    expected, expected_lse = case.run()
-    assert torch.equal(lse, expected_lse) and torch.equal(buffer[:, :, :8], expected)
-    assert (buffer[:, :, 8:] == 7.0).all()
-
-
 def test_compile_with_one_sched_meta_for_two_layers():
     cases = [make_case(2, 1, 8, 16, seed=seed) for seed in range(2)]
 

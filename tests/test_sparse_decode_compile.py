@@ -1,4 +1,4 @@
-"""torch.compile of a function that calls the kernel; tests/test_cpu_operator.py has the rest."""
+"""torch.compile of a function that calls the operator; tests/test_cpu_operator.py has the rest."""
 
 import pytest
 import torch
@@ -7,9 +7,8 @@ import flash_mla
 from flash_mla.kv_cache import V4, V32
 from flash_mla.testing import make_case
 
-pytestmark = pytest.mark.gpu
 
-
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "record, backend", [(V4, "aot_eager"), (V32, "aot_eager"), (V4, "inductor")]
 )
@@ -28,6 +27,7 @@ def test_compiled_function_gives_the_same_bits(record, backend, device):
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compiled_function_with_an_output_buffer(device):
     case = make_case(4, 1, 8, 128, device=device)
     buffer = torch.full((4, 1, 64, 512), 7.0, dtype=torch.bfloat16, device=device)

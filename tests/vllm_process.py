@@ -212,23 +212,7 @@ def decode(case, meta=None, **changes) -> Tuple[Tensor, Tensor]:
     """(out, lse) of a flash_mla.testing.Case through the interface, with the keywords that vLLM uses."""
     if meta is None:
         meta, _ = interface().get_mla_metadata()
-    arguments = dict(
-        q=case.q,
-        k_cache=case.kv,
-        block_table=None,
-        head_dim_v=512,
-        tile_scheduler_metadata=meta,
-        cache_seqlens=None,
-        is_fp8_kvcache=True,
-        indices=case.indices,
-        topk_length=case.topk_length,
-        softmax_scale=case.sm_scale,
-        attn_sink=case.attn_sink,
-        extra_k_cache=case.extra_kv,
-        extra_indices_in_kvcache=case.extra_indices,
-        extra_topk_length=case.extra_topk_length,
-    )
-    return interface().flash_mla_with_kvcache(**{**arguments, **changes})
+    return interface().flash_mla_with_kvcache(**{**case.keywords(meta), **changes})
 
 
 def decode_v4(tokens: int, extra_topk: int, real_heads: int, rows: int) -> None:

@@ -82,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--pad-to", type=int, default=None, metavar="ROWS", help="zero rows up to ROWS"
     )
     parser.add_argument(
-        "--plan", default=None, metavar="SPLITS,KEYS", help="force a plan, such as 8,32"
+        "--plan", default=None, metavar="TILE,SPLITS,KEYS", help="force a plan, such as 8,10,32"
     )
     parser.add_argument("--api", choices=("ours", "flashmla"), default="ours")
     parser.add_argument("--peer", default=None, metavar="FILE", help=f"FlashMLA's {flashmla.FILE}")
@@ -112,8 +112,8 @@ def profiled_call(arguments: argparse.Namespace) -> None:
             sys.exit(f"FlashMLA's {flashmla.FILE} is not here; name it with --peer.")
     meta, _ = api.get_mla_metadata()
     if arguments.plan:
-        splits, block_keys = map(int, arguments.plan.split(","))
-        meta.force_plan(head_tile=16, splits=splits, block_keys=block_keys)
+        head_tile, splits, block_keys = map(int, arguments.plan.split(","))
+        meta.force_plan(head_tile=head_tile, splits=splits, block_keys=block_keys)
     call = Workload(arguments.record).call(api, shape, rows, meta)
     call(0)
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Regret of a plan: how much slower its choice is than the best one that was timed.
 
-Rows are those of `search_plan.py`'s CSV: tokens, width, heads, sms, splits, block_keys, us.
+Rows are those of `search_plan.py`'s CSV: tokens, width, heads, sms, head_tile, splits, block_keys, us.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ class Point(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a plan chooses: CTAs that share the keys of a token, keys per pass of a CTA."""
+    """What a plan chooses: rows of q that a CTA works on, CTAs that share the keys of a token, keys per pass of a CTA."""
 
+    head_tile: int
     splits: int
     block_keys: int
+
+    def __str__(self) -> str:
+        return f"{self.head_tile} x {self.splits} x {self.block_keys}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ def times_by_point(rows: Iterable[dict[str, Any]]) -> dict[Point, dict[Choice, f
     times: dict[Point, dict[Choice, float]] = collections.defaultdict(dict)
     for row in rows:
         point = Point(row["tokens"], row["width"], row["heads"], row["sms"])
-        times[point][Choice(row["splits"], row["block_keys"])] = float(row["us"])
+        times[point][Choice(row["head_tile"], row["splits"], row["block_keys"])] = float(row["us"])
     return dict(times)
 
 

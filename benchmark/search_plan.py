@@ -33,7 +33,7 @@ from regret import Choice, Point, Summary, summarize, times_by_point
 
 SPLITS = range(1, 17)
 BLOCK_KEYS = (32, 64)
-HEAD_TILE = 16
+HEAD_TILES = (8, 16)
 
 TOKENS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 WIDTHS = [64, 128, 192, 320, 640, 1152, 2048, 4096]
@@ -41,7 +41,7 @@ HEADS = [8, 16]
 
 MEDIAN_LIMIT, WORST_LIMIT = 0.05, 0.12  # of issue 3
 
-FIELDS = ("tokens", "width", "heads", "splits", "block_keys", "us", "chosen")
+FIELDS = ("tokens", "width", "heads", "head_tile", "splits", "block_keys", "us", "chosen")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,19 +116,19 @@ def chosen_plan(point: Point) -> Choice:
     """What the library's own plan chooses."""
     import flash_mla  # noqa: F401  (loads the operators)
 
-    _, splits, block_keys = torch.ops.flash_mla.sparse_decode_plan(*point)
-    return Choice(splits, block_keys)
+    return Choice(*torch.ops.flash_mla.sparse_decode_plan(*point))
 
 
 def candidates(point: Point, everything: bool = False) -> list[Choice]:
     """Every admissible choice that may be the best one; all admissible ones if `everything`."""
-    choices = [Choice(*pair) for pair in itertools.product(SPLITS, BLOCK_KEYS)]
+    choices = itertools.starmap(Choice, itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS))
     return [choice for choice in choices if everything or worth_timing(point, choice)]
 
 
 def worth_timing(point: Point, choice: Choice) -> bool:
     """False for choices that cannot be the best one.
 
+    - A tile with more rows than twice the heads need.
     - Keys per split below 8: eight rows of an instruction's fragment would have no key.
     - 64 keys a pass where a split has at most 32: the second half of the pass is always empty.
     - More than 8 CTAs an SM in all, and more than 2 splits: the SMs are full several times over
@@ -136,9 +136,11 @@ def worth_timing(point: Point, choice: Choice) -> bool:
     - 256 keys a split or more where twice the splits would still leave half of the SMs idle: they
       would halve the chain of passes at no cost but a slightly wider merge.
     """
-    splits, block_keys = choice
+    head_tile, splits, block_keys = choice
     keys = -(-point.width // splits)
-    ctas = point.tokens * splits * -(-point.heads // HEAD_TILE)
+    ctas = point.tokens * splits * -(-point.heads // head_tile)
+    if head_tile >= 2 * point.heads:
+        return False
     if splits > 1 and keys < 8:
         return False
     if block_keys > 32 and keys <= 32:
@@ -186,12 +188,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             chosen = chosen_plan(point)
             for choice, us in time_point(workload, point, chosen, arguments.all_plans).items():
                 row = dict(tokens=point.tokens, width=point.width, heads=point.heads)
-                row.update(
-                    splits=choice.splits,
-                    block_keys=choice.block_keys,
-                    us=us,
-                    chosen=int(choice == chosen),
-                )
+                row.update(**choice._asdict(), us=us, chosen=int(choice == chosen))
                 rows.append(results.write(row))
             bar.advance(task)
     timed = len({(row["tokens"], row["width"], row["heads"]) for row in rows})
@@ -228,7 +225,7 @@ def forced_call(workload: Any, shape: Any, choice: Choice) -> Callable[[int], An
     import flash_mla
 
     meta, _ = flash_mla.get_mla_metadata()
-    meta.force_plan(head_tile=HEAD_TILE, splits=choice.splits, block_keys=choice.block_keys)
+    meta.force_plan(**choice._asdict())
     return workload.call(flash_mla, shape, shape.heads, meta)
 
 
@@ -246,7 +243,7 @@ def report(summary: Summary, show: int) -> None:
         "best",
         "us",
         "regret",
-        title="The worst points (splits x keys a pass)",
+        title="The worst points (head tile x splits x keys a pass)",
     )
     for regret in summary.regrets[:show]:
         point = regret.point
@@ -254,16 +251,16 @@ def report(summary: Summary, show: int) -> None:
             str(point.tokens),
             str(point.width),
             str(point.heads),
-            f"{regret.chosen.splits} x {regret.chosen.block_keys}",
+            str(regret.chosen),
             f"{regret.chosen_us:.2f}",
-            f"{regret.best.splits} x {regret.best.block_keys}",
+            str(regret.best),
             f"{regret.best_us:.2f}",
             f"{100 * regret.value:.1f} %",
         )
     console.print(table)
     for point, choice in summary.untimed:
         console.print(
-            f"no time for {choice.splits} x {choice.block_keys}, chosen at {point.tokens} tokens, {point.width} keys, {point.heads} heads"
+            f"no time for {choice}, chosen at {point.tokens} tokens, {point.width} keys, {point.heads} heads"
         )
     console.print(
         f"{in_words(summary)}; {len(summary.untimed)} choices not timed"

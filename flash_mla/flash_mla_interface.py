@@ -73,10 +73,10 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata: Optional[torch.Tensor] = None
     num_splits: Optional[torch.Tensor] = None
 
-    def force_plan(self, *, splits: int, block_keys: int = 64, head_tile: int = 16) -> "FlashMLASchedMeta":
+    def force_plan(self, *, splits: int, block_keys: int = 64, head_tile: int = 8) -> "FlashMLASchedMeta":
         """For experiments: take this plan instead of the library's choice. Before the first call; returns self.
 
-        splits: 1..16. block_keys: 32 or 64. head_tile: 16. The operator refuses other values.
+        splits: 1..16. block_keys: 32 or 64. head_tile: 8 or 16. The operator refuses other values.
         """
         if self.have_initialized:
             raise RuntimeError(
@@ -94,7 +94,7 @@ class FlashMLASchedMeta:
             return Plan(*self.tile_scheduler_metadata.tolist(), reason="forced")
         c = self.config
         if c.enable_batch_invariant:
-            return Plan(16, 1, 64, reason="batch-invariant: the same for every batch")
+            return Plan(8 if c.h_q <= 8 else 16, 1, 64, reason="batch-invariant: the same for every batch")
         if c.device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(c.device).multi_processor_count
         else:

@@ -13,27 +13,31 @@ from flash_mla import FlashMLASchedMeta
 from flash_mla.kv_cache import V4, V32
 from flash_mla.testing import assert_close_flashmla, make_case, poison_unused
 
-SPLITS = (1, 16)
-BLOCK_KEYS = (32, 64)
+# (splits, block_keys)
+LAYOUTS = ((1, 64), (16, 32))
+# Tiles of 8 rows: one, and several that skip zero rows; one tile of 16 rows.
+HEADS_AND_TILES = ((5, 8), (20, 8), (12, 16))
 
 
 def cases():
-    for record, h_q in ((V4, 5), (V4, 20), (V32, 20)):
-        yield make_case(
+    for record, (h_q, head_tile) in itertools.product((V4, V32), HEADS_AND_TILES):
+        case = make_case(
             3, 2, h_q, 130, 65, record=record, page=3, extra_page=64, sinks=True,
             lengths=[130, 0, 77], extra_lengths=[0, 0, 65], invalid_fraction=0.2,
         )  # fmt: skip
+        case.q[:, :, 11:] = 0
+        yield case, head_tile
 
 
 def main() -> None:
     start, calls = time.monotonic(), 0
-    for case in cases():
+    for case, head_tile in cases():
         poison_unused(case)
         reference = case.reference()
         on_gpu = case.to("cuda")
-        for splits, block_keys in itertools.product(SPLITS, BLOCK_KEYS):
+        for splits, block_keys in LAYOUTS:
             plan = FlashMLASchedMeta().force_plan(
-                head_tile=16, splits=splits, block_keys=block_keys
+                head_tile=head_tile, splits=splits, block_keys=block_keys
             )
             out, lse = on_gpu.run(plan)
             assert_close_flashmla(out.cpu(), lse.cpu(), *reference)

@@ -360,7 +360,7 @@ def plan_rows(**times):
     for name, us in times.items():
         splits, keys = name[1:].split("k")
         yield dict(
-            tokens=4, width=640, heads=8, sms=132, splits=int(splits), block_keys=int(keys), us=us
+            tokens=4, width=640, heads=8, sms=132, head_tile=8, splits=int(splits), block_keys=int(keys), us=us
         )
 
 
@@ -369,31 +369,31 @@ POINT = Point(4, 640, 8, 132)
 
 def test_regret_is_the_time_over_the_best_time():
     times = times_by_point(plan_rows(s4k32=5.0, s8k32=4.0, s8k64=4.4))
-    summary = summarize(times, lambda point: Choice(8, 64))
+    summary = summarize(times, lambda point: Choice(8, 8, 64))
     (regret,) = summary.regrets
-    assert regret.point == POINT and regret.best == Choice(8, 32)
+    assert regret.point == POINT and regret.best == Choice(8, 8, 32)
     assert regret.value == pytest.approx(0.1)
     assert summary.median == summary.worst == pytest.approx(0.1)
 
 
 def test_the_best_choice_has_no_regret():
     times = times_by_point(plan_rows(s4k32=5.0, s8k32=4.0))
-    assert summarize(times, lambda point: Choice(8, 32)).worst == 0.0
+    assert summarize(times, lambda point: Choice(8, 8, 32)).worst == 0.0
 
 
 def test_a_choice_without_a_time_is_reported_not_guessed():
-    summary = summarize(times_by_point(plan_rows(s4k32=5.0)), lambda point: Choice(2, 32))
-    assert summary.untimed == [(POINT, Choice(2, 32))] and not summary.regrets
+    summary = summarize(times_by_point(plan_rows(s4k32=5.0)), lambda point: Choice(8, 2, 32))
+    assert summary.untimed == [(POINT, Choice(8, 2, 32))] and not summary.regrets
     assert math.isnan(summary.worst)
 
 
 def test_the_worst_point_comes_first():
     times = {
-        POINT: {Choice(1, 32): 2.0, Choice(2, 32): 1.0},
-        POINT._replace(tokens=8): {Choice(1, 32): 3.0, Choice(2, 32): 1.0},
-        POINT._replace(tokens=9): {Choice(1, 32): 1.0},
+        POINT: {Choice(8, 1, 32): 2.0, Choice(8, 2, 32): 1.0},
+        POINT._replace(tokens=8): {Choice(8, 1, 32): 3.0, Choice(8, 2, 32): 1.0},
+        POINT._replace(tokens=9): {Choice(8, 1, 32): 1.0},
     }
-    summary = summarize(times, lambda point: Choice(1, 32))
+    summary = summarize(times, lambda point: Choice(8, 1, 32))
     assert [r.point.tokens for r in summary.regrets] == [8, 4, 9]
     assert summary.worst == pytest.approx(2.0) and summary.median == pytest.approx(1.0)
 
@@ -404,16 +404,18 @@ def test_every_point_keeps_candidates_of_few_and_of_many_splits():
             for heads in search_plan.HEADS:
                 point = Point(tokens, width, heads, 132)
                 kept = search_plan.candidates(point)
-                assert 2 <= len(kept) <= len(search_plan.candidates(point, everything=True)) == 32
+                assert 2 <= len(kept) <= len(search_plan.candidates(point, everything=True)) == 64
 
 
 def test_candidates_left_out():
-    assert not search_plan.worth_timing(Point(1, 64, 8, 132), Choice(16, 32))  # 4 keys a split
-    assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(4, 64))  # half of it empty
-    assert not search_plan.worth_timing(Point(128, 640, 8, 132), Choice(16, 32))  # 2048 CTAs
-    assert not search_plan.worth_timing(Point(1, 4096, 8, 132), Choice(1, 64))  # 131 idle SMs
-    assert search_plan.worth_timing(Point(1, 4096, 8, 132), Choice(16, 64))
-    assert search_plan.worth_timing(Point(128, 4096, 8, 132), Choice(1, 64))
+    assert not search_plan.worth_timing(Point(1, 64, 8, 132), Choice(8, 16, 32))  # 4 keys a split
+    assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(8, 4, 64))  # half of it empty
+    assert not search_plan.worth_timing(Point(128, 640, 8, 132), Choice(8, 16, 32))  # 2048 CTAs
+    assert not search_plan.worth_timing(Point(1, 4096, 8, 132), Choice(8, 1, 64))  # 131 idle SMs
+    assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(16, 4, 32))  # 8 rows too many
+    assert search_plan.worth_timing(Point(1, 128, 9, 132), Choice(16, 4, 32))
+    assert search_plan.worth_timing(Point(1, 4096, 8, 132), Choice(8, 16, 64))
+    assert search_plan.worth_timing(Point(128, 4096, 8, 132), Choice(8, 1, 64))
 
 
 def test_todays_plan_is_good_on_the_recorded_times():
@@ -427,10 +429,10 @@ def test_regret_of_a_recorded_search(tmp_path, monkeypatch, capsys):
         for row in plan_rows(s4k32=5.0, s8k32=4.0):
             del row["sms"]  # a column of the machine
             results.write({**row, "chosen": 0})
-    monkeypatch.setattr(search_plan, "chosen_plan", lambda point: Choice(4, 32))
+    monkeypatch.setattr(search_plan, "chosen_plan", lambda point: Choice(8, 4, 32))
     assert search_plan.main(["--from-csv", str(path)]) == 1
     assert "worst 25.0 %" in capsys.readouterr().out
-    monkeypatch.setattr(search_plan, "chosen_plan", lambda point: Choice(8, 32))
+    monkeypatch.setattr(search_plan, "chosen_plan", lambda point: Choice(8, 8, 32))
     assert search_plan.main(["--from-csv", str(path)]) == 0
 
 

@@ -130,7 +130,7 @@ def test_metadata_in_both_forms(args, kwargs):
 def test_forced_plan_is_shown():
     meta = flash_mla.FlashMLASchedMeta().force_plan(splits=5, block_keys=32)
     make_case(2, 1, 8, 16).check(meta)
-    assert (meta.plan.head_tile, meta.plan.splits, meta.plan.block_keys) == (16, 5, 32)
+    assert (meta.plan.head_tile, meta.plan.splits, meta.plan.block_keys) == (8, 5, 32)
     assert "forced" in str(meta.plan)
 
 

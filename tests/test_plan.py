@@ -22,7 +22,7 @@ def plan(tokens, width, heads, num_sms=H200):
 def test_every_plan_is_one_that_the_operator_takes(num_sms):
     for tokens, width, heads in itertools.product(TOKENS, WIDTHS, HEADS):
         head_tile, splits, block_keys = plan(tokens, width, heads, num_sms)
-        assert head_tile == 16 and 1 <= splits <= 16 and block_keys in (32, 64)
+        assert head_tile in (8, 16) and 1 <= splits <= 16 and block_keys in (32, 64)
 
 
 def test_few_tokens_are_split_and_many_are_not():
@@ -39,9 +39,17 @@ def test_no_more_splits_than_groups_of_keys():
 
 
 def test_heads_count_in_tiles():
-    """Tiles of 16 rows are CTAs of their own, so 64 heads are split as 4 times the tokens are."""
-    assert plan(4, 640, 17) == plan(4, 640, 32)
+    """Tiles are CTAs of their own: 16 heads in tiles of 8 are split as twice the tokens with 8 heads."""
+    assert plan(4, 640, 17) == plan(4, 640, 24)
+    assert plan(4, 128, 16) == plan(8, 128, 8)
     assert plan(8, 640, 64)[1] <= plan(8, 640, 16)[1]
+
+
+def test_16_heads_take_two_tiles_of_8_at_few_tokens_and_one_of_16_at_many():
+    """Two tiles side by side are the faster while SMs idle; later each key is better fetched once."""
+    assert plan(1, 640, 16)[0] == plan(8, 128, 16)[0] == 8
+    assert plan(128, 640, 16)[0] == 16
+    assert plan(128, 640, 8)[0] == 8  # no more rows than there are
 
 
 def test_fewer_sms_give_fewer_ctas():

@@ -187,10 +187,10 @@ def test_operator_takes_no_num_splits(case):
 @pytest.mark.parametrize(
     "plan, got",
     [
-        (dict(splits=0), "16, 0, 64"),
-        (dict(splits=17), "16, 17, 64"),
-        (dict(splits=-1), "16, -1, 64"),
-        (dict(splits=1, block_keys=48), "16, 1, 48"),
+        (dict(splits=0), "8, 0, 64"),
+        (dict(splits=17), "8, 17, 64"),
+        (dict(splits=-1), "8, -1, 64"),
+        (dict(splits=1, block_keys=48), "8, 1, 48"),
         (dict(splits=1, head_tile=64), "64, 1, 64"),
     ],
 )

@@ -1,5 +1,7 @@
 """Forced plans agree with the reference and with each other; every split count that is chosen runs."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,12 +12,17 @@ pytestmark = pytest.mark.gpu
 
 SPLITS = range(1, 17)
 BLOCK_KEYS = (32, 64)
+HEAD_TILES = (8, 16)
 
 
-def forced(splits, block_keys):
+def forced(head_tile, splits, block_keys):
     return flash_mla.FlashMLASchedMeta().force_plan(
-        head_tile=16, splits=splits, block_keys=block_keys
+        head_tile=head_tile, splits=splits, block_keys=block_keys
     )
+
+
+def as_tuple(plan):
+    return plan.head_tile, plan.splits, plan.block_keys
 
 
 @pytest.mark.parametrize("h_q", [8, 16, 40])
@@ -27,18 +34,17 @@ def test_forced_splits_agree(record, h_q, topk, extra_topk, device):
     )
     reference = case.reference()
     first = None
-    for block_keys in BLOCK_KEYS:
-        for splits in SPLITS:
-            meta = forced(splits, block_keys)
-            result = case.run(meta)
-            assert (meta.plan.splits, meta.plan.block_keys) == (splits, block_keys)
-            assert_close_flashmla(*result, *reference)
-            first = first or result
-            assert_close_flashmla(*result, *first)
+    for plan in itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS):
+        meta = forced(*plan)
+        result = case.run(meta)
+        assert as_tuple(meta.plan) == plan
+        assert_close_flashmla(*result, *reference)
+        first = first or result
+        assert_close_flashmla(*result, *first)
 
 
-@pytest.mark.parametrize("block_keys", BLOCK_KEYS)
-def test_forced_splits_with_any_lengths(record, block_keys, device):
+@pytest.mark.parametrize("head_tile, block_keys", itertools.product(HEAD_TILES, BLOCK_KEYS))
+def test_forced_splits_with_any_lengths(record, head_tile, block_keys, device):
     """Tokens whose keys end before a split's range begins, in either cache: no CTA waits for ever."""
     lengths = [0, 0, 300, 300, 1, 17, 150, 300, 33]
     extra_lengths = [0, 200, 0, 200, 1, 0, 64, 199, 5]
@@ -47,20 +53,20 @@ def test_forced_splits_with_any_lengths(record, block_keys, device):
     )
     reference = case.reference()
     for splits in SPLITS:
-        assert_close_flashmla(*case.run(forced(splits, block_keys)), *reference)
+        assert_close_flashmla(*case.run(forced(head_tile, splits, block_keys)), *reference)
 
 
 def test_every_split_count_that_the_plan_chooses(record, device):
-    """One call for each (splits, block_keys) found over the shapes that callers have."""
+    """One call for each plan found over the shapes that callers have."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     shapes = {}
     for tokens in [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 200, 256]:
         for width in [1, 16, 32, 48, 64, 96, 128, 192, 256, 320, 640, 1024, 1152, 2048, 4096]:
             for heads in [8, 16, 64]:
                 plan = tuple(torch.ops.flash_mla.sparse_decode_plan(tokens, width, heads, num_sms))
-                shapes.setdefault(plan[1:], (tokens, width, heads))
+                shapes.setdefault(plan, (tokens, width, heads))
     assert len(shapes) > 1
-    for (splits, block_keys), (tokens, width, heads) in shapes.items():
+    for plan, (tokens, width, heads) in shapes.items():
         meta, _ = flash_mla.get_mla_metadata()
         make_case(tokens, 1, heads, width, record=record, device=device).check(meta)
-        assert (meta.plan.splits, meta.plan.block_keys) == (splits, block_keys)
+        assert as_tuple(meta.plan) == plan

@@ -8,7 +8,6 @@ from flash_mla.testing import make_case
 
 pytestmark = pytest.mark.gpu
 
-TILE = 16
 DENORMAL, NEGATIVE_ZERO = 1, -0x8000  # bf16 bit patterns, as int16
 
 
@@ -32,6 +31,9 @@ PATTERNS = {
     "two runs": rows((8, 32), (47, 64)),
     "zero row early in the tile before": rows((3, 4), (16, 32)),
     "first tile only": rows((0, 16)),
+    "7 real": rows((7, 64)),
+    "24 real": rows((24, 64)),
+    "tile of 8 behind a zero row": rows((15, 24), (31, 40)),
 }
 
 
@@ -44,27 +46,25 @@ def padded_case(record, pattern, device, tokens=3, heads=64, seed=0):
     return case
 
 
-def tile_by_tile(case, **plan):
+def tile_by_tile(case, head_tile, **plan):
     """The same heads in calls of one tile each, where nothing is ever skipped."""
     results = []
-    for first in range(0, case.q.shape[2], TILE):
-        part = slice(first, min(first + TILE, case.q.shape[2]))
-        q = case.q[:, :, part]
-        if q.shape[2] <= 8:  # would be another kernel: the tile of 8 rows
-            q = torch.cat([q, q.new_zeros(*q.shape[:2], TILE - q.shape[2], q.shape[3])], dim=2)
-        sink = torch.zeros(q.shape[2], device=q.device)
-        sink[: part.stop - part.start] = case.attn_sink[part]
-        meta = flash_mla.get_mla_metadata()[0].force_plan(**plan)
-        out, lse = case.replace(q=q, attn_sink=sink).run(meta)
-        n = part.stop - part.start
-        results.append((out[:, :, :n], lse[:, :n]))
+    for first in range(0, case.q.shape[2], head_tile):
+        part = slice(first, first + head_tile)
+        meta = flash_mla.get_mla_metadata()[0].force_plan(head_tile=head_tile, **plan)
+        results.append(case.replace(q=case.q[:, :, part], attn_sink=case.attn_sink[part]).run(meta))
     return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
 
 def check(case, **plan):
-    expected = tile_by_tile(case, **plan)
+    """`plan`: that of force_plan, with both head tiles that skip zero rows."""
+    return [check_tile(case, head_tile, **plan) for head_tile in (8, 16)][0]
+
+
+def check_tile(case, head_tile, **plan):
+    expected = tile_by_tile(case, head_tile, **plan)
     out = torch.full((*case.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device=case.q.device)
-    got = case.run(flash_mla.get_mla_metadata()[0].force_plan(**plan), out=out)
+    got = case.run(flash_mla.get_mla_metadata()[0].force_plan(head_tile=head_tile, **plan), out=out)
     # As bits: NaN compares equal to itself, 0 and -0 do not.
     assert torch.equal(got[0].view(torch.int16), expected[0].contiguous().view(torch.int16))
     assert torch.equal(got[1].view(torch.int32), expected[1].contiguous().view(torch.int32))

@@ -83,6 +83,7 @@ SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan,
     p.out = static_cast<uint16_t*>(out.mutable_data_ptr());
     p.out_stride_b = stride32(out, 0), p.out_stride_s = stride32(out, 1), p.out_stride_h = stride32(out, 2);
     p.out_aligned4 = rows_are_aligned(out, 4);
+    p.out_aligned16 = rows_are_aligned(out, 16);
     p.lse = static_cast<float*>(lse.mutable_data_ptr());
     p.attn_sink = a.attn_sink ? static_cast<const float*>(a.attn_sink->const_data_ptr()) : nullptr;
     p.source[0] = key_source(a.kv, a.indices, a.topk_length);
@@ -100,21 +101,31 @@ SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan,
 }
 
 struct Kernel {
-    decltype(&sm90::head16::max_splits<V4Record, 1, 32>) max_splits;
-    decltype(&sm90::head16::launch<V4Record, 1, 32>) launch;
+    decltype(&sm90::head16::max_splits<V4Record, 1, 32, false>) max_splits;
+    decltype(&sm90::head16::launch<V4Record, 1, 32, false>) launch;
 };
 
-template <class Record, int kHeadGroups>
-Kernel choose_kernel(const Plan& plan) {
+template <class Record, int kHeadGroups, int kKeys>
+Kernel choose_kernel(int64_t heads) {
     using namespace sm90::head16;
-    if (plan.block_keys == 64) return {max_splits<Record, kHeadGroups, 64>, launch<Record, kHeadGroups, 64>};
-    return {max_splits<Record, kHeadGroups, 32>, launch<Record, kHeadGroups, 32>};
+    if constexpr (kHeadGroups == 1) {   // nobody pads to 16 heads or fewer
+        if (heads > 16) return {max_splits<Record, 1, kKeys, true>, launch<Record, 1, kKeys, true>};
+    }
+    return {max_splits<Record, kHeadGroups, kKeys, false>, launch<Record, kHeadGroups, kKeys, false>};
+}
+
+template <class Record, int kHeadGroups>
+Kernel choose_kernel(int64_t heads, const Plan& plan) {
+    return plan.block_keys == 64 ? choose_kernel<Record, kHeadGroups, 64>(heads) : choose_kernel<Record, kHeadGroups, 32>(heads);
+}
+
+template <class Record>
+Kernel choose_kernel(int64_t heads, const Plan& plan) {
+    return plan.head_tile == 8 ? choose_kernel<Record, 1>(heads, plan) : choose_kernel<Record, 2>(heads, plan);
 }
 
 Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
-    const bool one_group = heads <= 8;
-    if (record == RecordKind::kV4) return one_group ? choose_kernel<V4Record, 1>(plan) : choose_kernel<V4Record, 2>(plan);
-    return one_group ? choose_kernel<V32Record, 1>(plan) : choose_kernel<V32Record, 2>(plan);
+    return record == RecordKind::kV4 ? choose_kernel<V4Record>(heads, plan) : choose_kernel<V32Record>(heads, plan);
 }
 
 // The plan knows the SM count only; a GPU may have no place for a cluster that large.

@@ -177,12 +177,12 @@ void check_forced_plan(const SparseDecodeArguments& a) {
     if (!a.tile_scheduler_metadata) return;
     const Tensor& t = *a.tile_scheduler_metadata;
     const std::string takes =
-        "None, or a forced plan: a contiguous int32 CPU tensor [head_tile = 16, splits = 1.." + number(kMaxSplits) +
+        "None, or a forced plan: a contiguous int32 CPU tensor [head_tile = 8 or 16, splits = 1.." + number(kMaxSplits) +
         ", block_keys = 32 or 64]";
     require(t.is_cpu() && t.scalar_type() == ScalarType::Int && t.dim() == 1 && t.size(0) == 3 && is_last_dim_contiguous(t),
             "tile_scheduler_metadata", t, takes);
     const auto* v = static_cast<const int32_t*>(t.const_data_ptr());
-    if (v[0] != 16 || v[1] < 1 || v[1] > kMaxSplits || (v[2] != 32 && v[2] != 64)) {
+    if ((v[0] != 8 && v[0] != 16) || v[1] < 1 || v[1] > kMaxSplits || (v[2] != 32 && v[2] != 64)) {
         refuse("tile_scheduler_metadata", "[" + number(v[0]) + ", " + number(v[1]) + ", " + number(v[2]) + "]", takes);
     }
     if (a.enable_batch_invariant && v[1] != 1) {
@@ -224,7 +224,7 @@ Plan choose_plan(const SparseDecodeArguments& a, int num_sms) {
         return {v[0], v[1], v[2]};
     }
     // One split, and nothing that depends on the other tokens of the call.
-    if (a.enable_batch_invariant) return {16, 1, 64};
+    if (a.enable_batch_invariant) return {a.h_q() <= 8 ? 8 : 16, 1, 64};
     return make_plan(a.tokens(), a.width(), static_cast<int>(a.h_q()), num_sms);
 }
 

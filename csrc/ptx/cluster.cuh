@@ -15,6 +15,11 @@ __device__ __forceinline__ uint32_t clusterid_x() {
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(r));
     return r;
 }
+__device__ __forceinline__ uint32_t ctaid_y() {
+    uint32_t r;
+    asm("mov.u32 %0, %%ctaid.y;" : "=r"(r));
+    return r;
+}
 
 // Arrival without a fence: it orders nothing that a barrier of the CTA has not ordered before. A release here would
 // wait for every store in flight, some 300 ns.

@@ -13,6 +13,7 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+__device__ __forceinline__ int opaque(int x) { return static_cast<int>(opaque(static_cast<uint32_t>(x))); }
 template <class T>
 __device__ __forceinline__ T* opaque(T* x) {
     asm volatile("" : "+l"(x));

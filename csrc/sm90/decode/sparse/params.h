@@ -7,6 +7,8 @@ namespace flash_mla {
 // Keys are handled in groups of 16, the K of mma.m16n8k16. A group never spans two caches.
 inline constexpr int kKeysPerGroup = 16;
 
+inline constexpr int kMaxHeads = 128;   // h_q
+
 // Exact n / d for 0 <= n < 2^31 as one multiplication and two shifts (Granlund and Montgomery's method, with
 // 2n in place of n so that d = 1 needs no special case).
 struct FastDivisor {
@@ -49,7 +51,7 @@ struct SparseDecodeParams {
     const uint16_t* q = nullptr;  // [b, s_q, h_q, d_qk] bf16
     uint32_t q_stride_b = 0, q_stride_s = 0, q_stride_h = 0;
     bool q_aligned16 = false;     // every row of q starts at a multiple of 16 bytes
-    bool out_aligned4 = false;    // every row of out starts at a multiple of 4 bytes
+    bool out_aligned4 = false, out_aligned16 = false;   // every row of out starts at a multiple of so many bytes
     uint16_t* out = nullptr;      // [b, s_q, h_q, d_v] bf16
     uint32_t out_stride_b = 0, out_stride_s = 0, out_stride_h = 0;
     float* lse = nullptr;         // [b, h_q, s_q] contiguous

@@ -11,12 +11,14 @@ namespace flash_mla::sm90::head16 {
 inline constexpr int kTileDims = 64;    // dims that a lane quad covers with one 16-byte load of e4m3 per lane
 inline constexpr int kUnitDims = 16;    // dims of one M tile of P V: the grain in which splits share the merge
 
-// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.
-template <class Record_, int kHeadGroups_, int kKeys_>
+// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kSkipsZeros: a token has more
+// tiles than this one, and those of zero rows are skipped.
+template <class Record_, int kHeadGroups_, int kKeys_, bool kSkipsZeros_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeadGroups = kHeadGroups_;
     static constexpr int kKeys = kKeys_;
+    static constexpr bool kSkipsZeros = kSkipsZeros_;
     static constexpr int kHeads = 8 * kHeadGroups;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
     static constexpr int kWarps = kKeys / 4;
@@ -81,16 +83,16 @@ struct Config {
     static constexpr int kOwnStatsOffset =                                        // {reference, sum} per head
         std::max(kFetchTableOffset + 2 * kKeys * 8, kIncomingOffset + 45 * kUnitBytes);
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
-    static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head], base 2
-    static constexpr int kLseBarrierOffset = kSinkOffset + kHeads * 4;
+    static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
+    static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kTileFlagsOffset = kStageBarrierOffset + 8 * kStages;    // [warp], see zero_rows.cuh
-    static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp]
-    static constexpr int kSkippedSinkOffset = kNonzeroTilesOffset + 4 * kWarps;   // [skipped head], base 2
-    static constexpr int kMaxSkippedHeads = kHeadGroups == 2 ? 128 - kHeads : 0;
-    static constexpr int kSharedBytes = kSkippedSinkOffset + 4 * kMaxSkippedHeads;
-    static constexpr int kLastRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
+    static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp], of this CTA
+    static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
+    static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
+    static constexpr int kSharedBytes = kTokenOffset + 4;
+    static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles <= kWarps);
     static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);

@@ -8,9 +8,9 @@
 namespace flash_mla::sm90::head16 {
 
 // Function attributes belong to a device, so they are set, and what fits is asked, once for each; twice in a race is harmless.
-template <class Record, int kHeadGroups, int kKeys>
+template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t max_splits(int* splits) {
-    using C = Config<Record, kHeadGroups, kKeys>;
+    using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
     constexpr int kMaxDevices = 64;
     static std::atomic<int> known[kMaxDevices];
     int device = 0;
@@ -29,9 +29,9 @@ cudaError_t max_splits(int* splits) {
     return cudaSuccess;
 }
 
-template <class Record, int kHeadGroups, int kKeys>
+template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
-    using C = Config<Record, kHeadGroups, kKeys>;
+    using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
@@ -39,7 +39,7 @@ cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t str
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(tokens * p.splits), (p.h_q + C::kHeads - 1) / C::kHeads, 1);
+    config.gridDim = dim3(static_cast<unsigned>(tokens * p.splits), (p.h_q + C::kHeads - 1) / C::kHeads + C::kSkipsZeros, 1);
     config.blockDim = dim3(C::kThreads, 1, 1);
     config.dynamicSmemBytes = C::kSharedBytes;
     config.stream = stream;

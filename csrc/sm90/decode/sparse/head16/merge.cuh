@@ -18,8 +18,11 @@ namespace flash_mla::sm90::head16 {
 struct SplitsOfTile {
     int rank, count;
     uint32_t magic;   // of SparseDecodeParams::splits_magic
+    __device__ __forceinline__ explicit SplitsOfTile(const SparseDecodeParams& p)
+        : rank(ptx::cluster_ctarank()), count(p.splits), magic(p.splits_magic) {}
     __device__ __forceinline__ int local(int unit) const { return static_cast<int>(unit * magic >> 16); }
     __device__ __forceinline__ int owner(int unit) const { return unit - local(unit) * count; }
+    __device__ __forceinline__ int own_unit(int local) const { return local * count + rank; }
     template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
     template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
     // Where unit number `local` of an owner lies when it comes from split `from`, in bytes of kIncomingOffset.
@@ -30,11 +33,11 @@ struct SplitsOfTile {
 
 // By one thread, before the CTA first arrives at the barrier of the cluster.
 template <class C>
-__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits) {
+__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, bool nonzero_tiles_too) {
     ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
     ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * C::kHeads * 4);
+    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads + nonzero_tiles_too) * 4);
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
 }
 
@@ -137,23 +140,27 @@ __device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head
 struct OutputTile {
     uint16_t* out;          // of the tile's first head
     float* lse;
-    int first_head, heads;  // rows of the tile that exist
-    int skipped_heads;      // heads behind them that the tile's last row answers for
+    int heads;              // rows of the tile that exist; none in the cluster of the zero row
+    uint32_t zero_tiles;    // bit i: tile i of the token gets the zero row's result
 };
 
 // By one warp of one CTA of the cluster.
 template <class C>
 __device__ __forceinline__ void write_lse(const SparseDecodeParams& p, const OutputTile& tile, const PartialWeight<C>& weight, int lane) {
     const uint64_t stride = p.s_q.divisor;
-    float last = 0.f;
+    float zero_row = 0.f;
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {
         const int head = 8 * n + lane / 4;
         const float lse = weight.lse[n] * 0.69314718f;
         if (lane % 4 == 0 && head < tile.heads) tile.lse[head * stride] = lse;
-        last = __shfl_sync(0xffffffffu, lse, 28);
+        zero_row = __shfl_sync(0xffffffffu, lse, 0);
     }
-    for (int i = lane; i < tile.skipped_heads; i += 32) tile.lse[(C::kHeads + i) * stride] = last;
+    if constexpr (C::kSkipsZeros) {
+        for (int head = lane; tile.zero_tiles != 0 && head < p.h_q; head += 32) {
+            if (tile.zero_tiles >> head / C::kHeads & 1) tile.lse[head * stride] = zero_row;
+        }
+    }
 }
 
 // Adds up the CTA's own units and writes them: a warp takes a unit at a time, a lane what lane `lane` of every split
@@ -161,9 +168,15 @@ __device__ __forceinline__ void write_lse(const SparseDecodeParams& p, const Out
 template <class C>
 struct UnitWriter {
     float factor[C::kHeadGroups][2];   // the sinks' of heads 2t and 2t + 1
-    float last_lse;                    // of the tile's last row, base 2
 
-    __device__ __forceinline__ void load_sinks(const PartialWeight<C>& weight, uint32_t shared, int lane) {
+    __device__ __forceinline__ void load_sinks(const SparseDecodeParams& p, const OutputTile& tile, const PartialWeight<C>& weight,
+                                               uint32_t shared, int lane) {
+        if (C::kSkipsZeros && tile.heads == 0) {   // all heads' sinks become their factors, in place, for write_zero_tiles
+            const float lse = __shfl_sync(0xffffffffu, weight.lse[0], 0);
+            const uint32_t at = shared + C::kSinkOffset + 4 * threadIdx.x;
+            if (static_cast<int>(threadIdx.x) < p.h_q) ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), lse));
+            return;
+        }
         const int t = lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
@@ -173,7 +186,6 @@ struct UnitWriter {
                 factor[n][i] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * (8 * n + 2 * t + i)), lse);
             }
         }
-        last_lse = __shfl_sync(0xffffffffu, weight.lse[C::kHeadGroups - 1], 28);
     }
 
     __device__ __forceinline__ void write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared,
@@ -192,7 +204,7 @@ struct UnitWriter {
                     x[n][2] += __uint_as_float(v.z), x[n][3] += __uint_as_float(v.w);
                 }
             }
-            const int unit = local * splits.count + splits.rank;
+            const int unit = splits.own_unit(local);
             const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
             const int first = unit * kUnitDims + (is_rope ? g : 2 * g), second = first + (is_rope ? 8 : 1);
             auto write_pair = [&](int head, float a, float b, float factor) {
@@ -209,27 +221,43 @@ struct UnitWriter {
                     if (head < tile.heads) write_pair(head, x[n][i], x[n][2 + i], factor[n][i]);
                 }
             }
-            if (C::kHeadGroups == 2 && tile.skipped_heads > 0 && t == 3) {   // these lanes hold the last row
-                const uint32_t to = shared + C::kLastRowOffset + 4 * (local * kUnitDims - unit * kUnitDims);
-                ptx::st_shared_f32(to + 4 * first, x[C::kHeadGroups - 1][1]);
-                ptx::st_shared_f32(to + 4 * second, x[C::kHeadGroups - 1][3]);
+            if (C::kSkipsZeros && tile.zero_tiles != 0 && t == 0) {   // all rows are the zero row: head 0 of these lanes
+                const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims - unit * kUnitDims);
+                ptx::st_shared_f32(to + 4 * first, x[0][0]);
+                ptx::st_shared_f32(to + 4 * second, x[0][2]);
             }
         }
     }
 
-    // After `write` and a barrier of the CTA: the last row's result for the skipped heads, a warp a head at a time.
-    __device__ __forceinline__ void write_skipped(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared,
-                                                  SplitsOfTile splits, int warp, int lane) const {
-        const int dims = splits.own_units<C>() * kUnitDims;
-        for (int i = warp; i < tile.skipped_heads; i += C::kWarps) {
-            const float factor = sink_factor(ptx::ld_shared_f32(shared + C::kSkippedSinkOffset + 4 * i), last_lse);
-            uint16_t* to = tile.out + static_cast<uint64_t>(C::kHeads + i) * p.out_stride_h;
-            for (int d = 2 * lane; d < dims; d += 64) {
-                const float2 x = ptx::ld_shared_f32x2(shared + C::kLastRowOffset + 4 * d);
-                const uint32_t pair = ptx::cvt_bf16x2_f32(x.x * factor, x.y * factor);
-                const int dim = (d / kUnitDims * splits.count + splits.rank) * kUnitDims + d % kUnitDims;
-                if (p.out_aligned4) *reinterpret_cast<uint32_t*>(to + dim) = pair;
-                else to[dim] = static_cast<uint16_t>(pair), to[dim + 1] = static_cast<uint16_t>(pair >> 16);
+    // After `write` and a barrier of the CTA: the zero row's result for the skipped tiles. A thread takes 8 dims of some
+    // heads.
+    __device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared,
+                                                     SplitsOfTile splits) const {
+        const int chunks = splits.own_units<C>() * (kUnitDims / 8);   // of 8 dims, up to 64
+        const int bits = 32 - __clz(chunks - 1);   // 2^bits threads a head
+        const int chunk = threadIdx.x & ((1 << bits) - 1);
+        if (chunk >= chunks) return;
+        const int dim = splits.own_unit(chunk / 2) * kUnitDims + chunk % 2 * 8;
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            const uint4 v = ptx::ld_shared_v4(shared + C::kZeroRowOffset + 32 * chunk + 4 * i);
+            x[i] = __uint_as_float(v.x), x[i + 1] = __uint_as_float(v.y);
+            x[i + 2] = __uint_as_float(v.z), x[i + 3] = __uint_as_float(v.w);
+        }
+#pragma unroll 4
+        for (int head = threadIdx.x >> bits; head < p.h_q; head += C::kThreads >> bits) {
+            if (!(tile.zero_tiles >> head / C::kHeads & 1)) continue;
+            const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) r[i] = ptx::cvt_bf16x2_f32(x[2 * i] * factor, x[2 * i + 1] * factor);
+            uint16_t* to = tile.out + static_cast<uint64_t>(head) * p.out_stride_h + dim;
+            if (p.out_aligned16) {
+                *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[2 * i] = static_cast<uint16_t>(r[i]), to[2 * i + 1] = static_cast<uint16_t>(r[i] >> 16);
             }
         }
     }

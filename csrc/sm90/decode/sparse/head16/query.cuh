@@ -61,9 +61,9 @@ __device__ __forceinline__ int exponent_of_larger(uint32_t magnitudes) { return 
 
 __device__ __forceinline__ bool is_nonzero(uint32_t pairs) { return (pairs & 0x7fff7fffu) != 0; }
 
-// What a CTA knows of its own tile and its neighbour, as bits that are set if a warp has found something.
+// What a CTA knows of its tile, as bits that are set if a warp has found something.
 struct TileFlags {
-    static constexpr uint32_t kTooWide = 1, kNonzero = 2, kLastRowNonzero = 4, kPreviousRowNonzero = 8;
+    static constexpr uint32_t kTooWide = 1, kNonzero = 2;
     uint32_t bits;
 
     // Of all warps. A barrier of the CTA.
@@ -75,8 +75,7 @@ struct TileFlags {
         bits = __reduce_or_sync(0xffffffffu, lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
     }
     __device__ __forceinline__ bool too_wide() const { return bits & kTooWide; }
-    __device__ __forceinline__ bool is_skipped() const { return !(bits & (kNonzero | kPreviousRowNonzero)); }
-    __device__ __forceinline__ bool answers_for_others() const { return !(bits & kLastRowNonzero); }
+    __device__ __forceinline__ bool nonzero() const { return bits & kNonzero; }
 };
 
 // One tile of Q on its way from global memory to shared memory, in the hands of one warp.
@@ -84,6 +83,14 @@ template <class C>
 struct QueryTile {
     uint32_t words[C::kHeadGroups][8];   // pairs of dims
     int exponent[C::kHeadGroups];        // of the largest magnitude of the head's 64 dims
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) words[n][i] = 0;
+        }
+    }
 
     __device__ __forceinline__ void load(const QueryRows& rows, int tile, bool is_rope, int lane) {
         const int g = lane / 4, t = lane % 4;
@@ -113,7 +120,6 @@ struct QueryTile {
                 least = __vminu2(least, (magnitudes + 0x7fff7fffu) ^ 0x80008000u);
             }
             if (largest != 0) flags.bits |= TileFlags::kNonzero;
-            if (largest != 0 && 8 * n + g == C::kHeads - 1) flags.bits |= TileFlags::kLastRowNonzero;
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
             exponent[n] = exponent_of_larger(largest);
@@ -177,10 +183,9 @@ struct Query {
         }
     }
 
-    __device__ __forceinline__ uint32_t rope_flags(int lane) const {
+    __device__ __forceinline__ uint32_t rope_flags() const {
         if (C::kRopeWords == 0) return 0;
-        const bool last_row = lane / 4 == 7 && is_nonzero(C::kHeadGroups == 2 ? rope.y | rope.w : rope.x | rope.y | rope.z | rope.w);
-        return (is_nonzero(rope.x | rope.y | rope.z | rope.w) ? TileFlags::kNonzero : 0) | (last_row ? TileFlags::kLastRowNonzero : 0);
+        return is_nonzero(rope.x | rope.y | rope.z | rope.w) ? TileFlags::kNonzero : 0;
     }
 
     // All warps of the CTA together, through shared memory. What `before_barrier` writes there is visible afterwards too.

@@ -2,8 +2,7 @@
 //
 // A copy is one instruction a key, but a warp starts one after the other, so every warp copies four keys of each block.
 // Finding keys, that is slot, address and validity, is best done a warp at a time: the last kFinders warps do it, one lane
-// per key, a block ahead of copying, and tell the others through a table in shared memory. The first kAhead blocks cannot
-// wait for that: there each warp finds its own keys.
+// per key, a block ahead of copying, and tell the others through a table in shared memory. feeder.cuh says when.
 #pragma once
 #include <cmath>
 

@@ -1,6 +1,5 @@
 // Keys in the ring to scores.
 #pragma once
-#include <cmath>
 #include <type_traits>
 
 #include "ptx/convert.cuh"

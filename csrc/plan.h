@@ -68,6 +68,9 @@ inline double estimate_us(const Plan& plan, int64_t tokens, int64_t width, int h
     return start + merge + waves * (static_cast<double>(blocks) * block + memory) + (waves - 1) * 2.9;
 }
 
+// One split, and nothing that depends on the other tokens of the call.
+inline Plan batch_invariant_plan(int heads) { return {heads <= 8 ? 8 : 16, 1, 64}; }
+
 inline Plan make_plan(int64_t tokens, int64_t width, int heads, int num_sms) {
     Plan best{8, 1, 32};
     double best_us = std::numeric_limits<double>::infinity();

@@ -93,15 +93,17 @@ class FlashMLASchedMeta:
         if self.tile_scheduler_metadata is not None:
             return Plan(*self.tile_scheduler_metadata.tolist(), reason="forced")
         c = self.config
-        if c.enable_batch_invariant:
-            return Plan(8 if c.h_q <= 8 else 16, 1, 64, reason="batch-invariant: the same for every batch")
         if c.device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(c.device).multi_processor_count
         else:
             num_sms = _SMS_WITHOUT_GPU
         tokens, width = c.b * c.s_q, c.topk + (c.extra_topk or 0)
-        reason = f"least estimated time for {tokens} tokens x {width} keys, {c.h_q} heads, on {num_sms} SMs"
-        return Plan(*flash_mla_cuda.sparse_decode_plan(tokens, width, c.h_q, num_sms), reason=reason)
+        if c.enable_batch_invariant:
+            reason = "batch-invariant: the same for every batch"
+        else:
+            reason = f"least estimated time for {tokens} tokens x {width} keys, {c.h_q} heads, on {num_sms} SMs"
+        plan = flash_mla_cuda.sparse_decode_plan(tokens, width, c.h_q, num_sms, c.enable_batch_invariant)
+        return Plan(*plan, reason=reason)
 
 
 def get_mla_metadata(*args, **kwargs) -> Tuple[FlashMLASchedMeta, None]:

@@ -28,7 +28,8 @@ inline constexpr const char* kSparsePrefillFwd =
     "Tensor? topk_length, Tensor(a!)? out_) -> Tensor[]";
 
 // [head_tile, splits, block_keys] for tokens = b * s_q and width = topk + extra topk.
-inline constexpr const char* kSparseDecodePlan = "sparse_decode_plan(int tokens, int width, int heads, int num_sms) -> int[]";
+inline constexpr const char* kSparseDecodePlan =
+    "sparse_decode_plan(int tokens, int width, int heads, int num_sms, bool enable_batch_invariant=False) -> int[]";
 
 // Refuses what no implementation of sparse_decode_fwd takes, on whatever device.
 inline constexpr const char* kSparseDecodeCheck = "sparse_decode_check(" FLASH_MLA_SPARSE_DECODE_ARGUMENTS ") -> ()";

@@ -35,7 +35,7 @@ struct SparseDecodeArguments {
 // Returns the record that q and kv name.
 RecordKind check_arguments(const SparseDecodeArguments& a);
 
-// The plan: forced by tile_scheduler_metadata, one split for batch-invariant calls, otherwise make_plan's.
+// The plan: forced by tile_scheduler_metadata, otherwise plan.h's.
 Plan choose_plan(const SparseDecodeArguments& a, int num_sms);
 
 using SparseDecodeResult = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTensor>;
@@ -52,6 +52,6 @@ void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor top
                          OptionalTensor extra_indices, OptionalTensor extra_topk_length, int64_t d_v, double sm_scale,
                          OptionalTensor out, bool enable_batch_invariant);
 
-std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms);
+std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms, bool enable_batch_invariant);
 
 }  // namespace flash_mla

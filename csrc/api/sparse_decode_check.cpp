@@ -7,6 +7,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "api/sparse_decode.h"
 #include "kv_format.h"
@@ -38,8 +39,12 @@ std::string describe(const Tensor& t) {
     throw std::runtime_error("flash_mla: " + argument + ": got " + got + "; takes " + takes);
 }
 
-void require(bool ok, const char* argument, const Tensor& got, const std::string& takes) {
-    if (!ok) refuse(argument, describe(got), takes);
+// `takes`: a text, or a function that makes one, which only a refusal pays for.
+template <class Text>
+void require(bool ok, const char* argument, const Tensor& got, const Text& takes) {
+    if (ok) return;
+    if constexpr (std::is_invocable_v<Text>) refuse(argument, describe(got), takes());
+    else refuse(argument, describe(got), takes);
 }
 
 void check_device(const Tensor& t, const char* argument, const Tensor& q) {
@@ -60,9 +65,8 @@ void check_strides_and_alignment(const Tensor& t, const char* argument) {
     for (int i = 0; i + 1 < t.dim(); ++i) {
         require(t.size(i) <= 1 || t.stride(i) < (int64_t{1} << 32), argument, t, "strides below 2^32 elements");
     }
-    const std::string bytes = std::to_string(t.element_size());
     require(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % t.element_size() == 0, argument, t,
-            "data that starts at a multiple of its element's " + bytes + " bytes");
+            [&] { return "data that starts at a multiple of its element's " + std::to_string(t.element_size()) + " bytes"; });
 }
 
 bool is_last_dim_contiguous(const Tensor& t) { return t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1; }
@@ -70,7 +74,7 @@ bool is_last_dim_contiguous(const Tensor& t) { return t.size(t.dim() - 1) <= 1 |
 std::string number(int64_t n) { return std::to_string(n); }
 
 void check_q(const SparseDecodeArguments& a) {
-    const std::string takes = "bfloat16 [b, s_q, h_q, d_qk] with a contiguous last dim, h_q 1..128, d_qk 512 (V4) or 576 (V3.2)";
+    constexpr const char* takes = "bfloat16 [b, s_q, h_q, d_qk] with a contiguous last dim, h_q 1..128, d_qk 512 (V4) or 576 (V3.2)";
     require(a.q.dim() == 4 && a.q.scalar_type() == ScalarType::BFloat16, kQ, a.q, takes);
     require(a.h_q() >= 1 && a.h_q() <= 128, kQ, a.q, takes);
     require(a.d_qk() == V4Record::kDimQK || a.d_qk() == V32Record::kDimQK, kQ, a.q, takes);
@@ -98,17 +102,21 @@ void check_cache(const SparseDecodeArguments& a, const Tensor& kv, const char* a
     }
     require(page >= 1 && page <= ((int64_t{1} << 31) - 1) / bytes, argument, kv, "page_block_size from 1 to 2^31 bytes a block");
     require(is_last_dim_contiguous(kv) && (page == 1 || kv.stride(1) == bytes), argument, kv,
-            "tokens that follow each other without gaps within a block: stride(1) = " + number(bytes) + ", stride(3) = 1");
+            [&] { return "tokens that follow each other without gaps within a block: stride(1) = " + number(bytes) + ", stride(3) = 1"; });
     const int64_t block_bytes = page * bytes;
     require(kv.size(0) <= 1 || (kv.stride(0) >= block_bytes && kv.stride(0) % kRowAlign == 0 && kv.stride(0) / kRowAlign < (int64_t{1} << 32)), argument, kv,
-            "a block stride (stride(0)) that is a multiple of 16 bytes, below 64 GiB and at least a block, " + number(block_bytes) + " bytes" +
-                (expected == V4Record::kBytesPerToken ? " (callers round it up to a multiple of 576)" : ""));
+            [&] {
+                return "a block stride (stride(0)) that is a multiple of 16 bytes, below 64 GiB and at least a block, " + number(block_bytes) +
+                       " bytes" + (expected == V4Record::kBytesPerToken ? " (callers round it up to a multiple of 576)" : "");
+            });
     require(reinterpret_cast<uintptr_t>(kv.const_data_ptr()) % kRowAlign == 0, argument, kv, "data that starts at a multiple of 16 bytes");
 }
 
 void check_indices(const SparseDecodeArguments& a, const Tensor& indices, const char* argument) {
     check_device(indices, argument, a.q);
-    const std::string takes = "int32 [" + number(a.batch()) + ", " + number(a.s_q()) + ", topk] (b and s_q of q) with a contiguous last dim";
+    auto takes = [&] {
+        return "int32 [" + number(a.batch()) + ", " + number(a.s_q()) + ", topk] (b and s_q of q) with a contiguous last dim";
+    };
     require(indices.scalar_type() == ScalarType::Int && indices.dim() == 3, argument, indices, takes);
     require(indices.size(0) == a.batch() && indices.size(1) == a.s_q(), argument, indices, takes);
     require(is_last_dim_contiguous(indices), argument, indices, takes);
@@ -120,7 +128,7 @@ void check_vector(const SparseDecodeArguments& a, const OptionalTensor& t, const
                   const char* dtype_name, int64_t size, const char* size_name) {
     if (!t) return;
     check_device(*t, argument, a.q);
-    const std::string takes = std::string(dtype_name) + " [" + number(size) + "] (" + size_name + " of q), contiguous";
+    auto takes = [&] { return std::string(dtype_name) + " [" + number(size) + "] (" + size_name + " of q), contiguous"; };
     require(t->scalar_type() == dtype && t->dim() == 1 && t->size(0) == size, argument, *t, takes);
     require(is_last_dim_contiguous(*t), argument, *t, takes);
     check_strides_and_alignment(*t, argument);
@@ -156,8 +164,10 @@ void check_out(const SparseDecodeArguments& a) {
     if (!a.out) return;
     const Tensor& out = *a.out;
     check_device(out, kOut, a.q);
-    const std::string takes = "bfloat16 [" + number(a.batch()) + ", " + number(a.s_q()) + ", " + number(a.h_q()) +
-                              ", 512] with a contiguous last dim and rows that do not overlap";
+    auto takes = [&] {
+        return "bfloat16 [" + number(a.batch()) + ", " + number(a.s_q()) + ", " + number(a.h_q()) +
+               ", 512] with a contiguous last dim and rows that do not overlap";
+    };
     require(out.scalar_type() == ScalarType::BFloat16 && out.dim() == 4, kOut, out, takes);
     bool ok = out.size(3) == a.d_v && is_last_dim_contiguous(out) && is_free_of_overlap(out);
     for (int i = 0; i < 3; ++i) ok = ok && out.size(i) == a.q.size(i);
@@ -166,7 +176,7 @@ void check_out(const SparseDecodeArguments& a) {
     auto check_apart = [&](const Tensor& t, const char* argument) {
         const ByteRange written(out), read(t);
         require(written.end <= read.begin || read.end <= written.begin, kOut, out,
-                std::string("memory that does not lie between the first and the last element of ") + argument);
+                [&] { return std::string("memory that does not lie between the first and the last element of ") + argument; });
     };
     check_apart(a.q, kQ);
     check_apart(a.kv, kKv);
@@ -223,9 +233,8 @@ Plan choose_plan(const SparseDecodeArguments& a, int num_sms) {
         const auto* v = static_cast<const int32_t*>(a.tile_scheduler_metadata->const_data_ptr());
         return {v[0], v[1], v[2]};
     }
-    // One split, and nothing that depends on the other tokens of the call.
-    if (a.enable_batch_invariant) return {a.h_q() <= 8 ? 8 : 16, 1, 64};
-    return make_plan(a.tokens(), a.width(), static_cast<int>(a.h_q()), num_sms);
+    const int heads = static_cast<int>(a.h_q());
+    return a.enable_batch_invariant ? batch_invariant_plan(heads) : make_plan(a.tokens(), a.width(), heads, num_sms);
 }
 
 void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor topk_length, OptionalTensor attn_sink,
@@ -236,12 +245,14 @@ void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor top
                      extra_topk_length, out, d_v, sm_scale, enable_batch_invariant});
 }
 
-std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms) {
+std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms,
+                                        bool enable_batch_invariant) {
     if (tokens < 0) refuse("tokens", number(tokens), "0 or more");
     if (width < 0) refuse("width", number(width), "0 or more");
     if (heads < 1 || heads > 128) refuse("heads", number(heads), "1..128");
     if (num_sms < 1 || num_sms > 4096) refuse("num_sms", number(num_sms), "1..4096");
-    const Plan p = make_plan(tokens, width, static_cast<int>(heads), static_cast<int>(num_sms));
+    const Plan p = enable_batch_invariant ? batch_invariant_plan(static_cast<int>(heads))
+                                          : make_plan(tokens, width, static_cast<int>(heads), static_cast<int>(num_sms));
     return {p.head_tile, p.splits, p.block_keys};
 }
 

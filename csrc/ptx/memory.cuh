@@ -52,6 +52,19 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     return v;
 }
 
+// Without a branch: zeros, or the registers as they were, if not `exists`.
+__device__ __forceinline__ uint2 ld_global_v2_or_zero(const void* p, bool exists) {
+    uint2 v;
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %3, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n"
+                 "@exists ld.global.v2.u32 {%0,%1}, [%2];\n}"
+                 : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(static_cast<uint32_t>(exists)));
+    return v;
+}
+__device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* p, bool exists) {
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %5, 0;\n@exists ld.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(exists)));
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");

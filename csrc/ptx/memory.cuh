@@ -60,9 +60,15 @@ __device__ __forceinline__ uint2 ld_global_v2_or_zero(const void* p, bool exists
                  : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(static_cast<uint32_t>(exists)));
     return v;
 }
-__device__ __forceinline__ void ld_global_v4_if(uint4& v, const void* p, bool exists) {
-    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %5, 0;\n@exists ld.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
-                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(exists)));
+template <int kOffset>
+__device__ __forceinline__ void ld_global_v4_if(uint4& v, const uint8_t* p, bool exists) {
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %5, 0;\n@exists ld.global.v4.u32 {%0,%1,%2,%3}, [%4+%6];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(exists)), "n"(kOffset));
+}
+template <int kOffset>
+__device__ __forceinline__ void prefetch_global_l2_if(const uint8_t* p, bool exists) {
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %1, 0;\n@exists prefetch.global.L2 [%0+%2];\n}" ::"l"(p),
+                 "r"(static_cast<uint32_t>(exists)), "n"(kOffset));
 }
 
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {

@@ -20,7 +20,7 @@ struct Config {
     // Two warpgroups multiply, each all heads and keys for the scores and half of the dims of V; two fetch and dequantize.
     static constexpr int kConsumers = 2 * kWarpgroup, kProducers = 2 * kWarpgroup;
     static constexpr int kThreads = kConsumers + kProducers;
-    static constexpr int kConsumerRegisters = 184, kProducerRegisters = 72;
+    static constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
     static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536);
     static constexpr int kValueDims = Record::kDimV / 2;        // of a consumer warpgroup
     static constexpr int kKeysPerWarp = kKeys / (kProducers / 32);   // 8: four lanes a key

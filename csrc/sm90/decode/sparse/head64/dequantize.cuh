@@ -41,15 +41,14 @@ struct Scales;
 template <>
 struct Scales<V4Record> {
     uint2 bytes;
-    uint32_t twice;   // 0x10001 for a key, 0 otherwise
 
     __device__ __forceinline__ void load(const uint8_t* row, uint32_t scales_from_row, bool valid, int) {
         bytes = ptx::ld_global_v2_or_zero(row + scales_from_row, valid);
-        twice = valid ? 0x10001u : 0u;
     }
     __device__ __forceinline__ void prepare() {}
     // 2^(e - 127); bf16 has that for e = 0 only as a subnormal.
-    __device__ __forceinline__ PowerOfTwo of_tile(int tile, int) const {
+    __device__ __forceinline__ PowerOfTwo of_tile(int tile, bool valid, int) const {
+        const uint32_t twice = valid ? 0x10001u : 0u;
         const uint32_t e = (tile < 4 ? bytes.x : bytes.y) >> (8 * (tile % 4)) & 0xffu;
         return {max(e << 7, 0x40u) * twice};
     }
@@ -67,7 +66,7 @@ struct Scales<V32Record> {
         const uint32_t upper = terms & 0xffff0000u;
         terms = upper | (ptx::cvt_bf16x2_f32(__uint_as_float(terms) - __uint_as_float(upper), 0.f) & 0xffffu);
     }
-    __device__ __forceinline__ TwoTerms of_tile(int tile, int lane) const {
+    __device__ __forceinline__ TwoTerms of_tile(int tile, bool, int lane) const {
         const uint32_t t = __shfl_sync(0xffffffffu, terms, (lane & ~3) | tile / 2);
         return {__byte_perm(t, 0, 0x3232), __byte_perm(t, 0, 0x1010)};
     }

@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
 
     // What does not depend on the kernel before: addresses and barriers.
     SplitKeys keys;
-    keys.lists.main = ptx::opaque(index_list(p.source[0], batch, row));
-    keys.lists.extra = ptx::opaque(index_list(p.source[1], batch, row));
+    keys.lists.main = index_list(p.source[0], batch, row);
+    keys.lists.extra = index_list(p.source[1], batch, row);
     keys.split = splits.rank, keys.first_group = splits.rank * p.groups_per_split;
     if (threadIdx.x == 0) {
 #pragma unroll

@@ -8,6 +8,7 @@ namespace flash_mla::sm90::head64 {
 
 inline constexpr int kWarpgroup = 128;   // threads
 inline constexpr int kTileDims = 64;     // dims of a row of 128 bytes, the width of the swizzle
+inline constexpr int kConsumerBarrier = 1;   // a named barrier of the CTA
 inline constexpr int kUnitDims = 16;     // the grain in which splits share the merge
 
 template <class Record_>
@@ -30,6 +31,8 @@ struct Config {
     static constexpr int kDataTiles = Record::kNopeDims / kTileDims;
     static constexpr int kTilesPerScale = Record::kScaleGroup / kTileDims;
     static_assert(kTiles == kDataTiles + 1 && Record::kRopeDims == kTileDims);
+    // A block is handed over in two parts: the scores of the first tiles begin while the others are still being filled.
+    static constexpr int kFirstTiles = 4;
 
     // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
     // swizzled. When the last block has been multiplied, both are free to receive the partial results of the peers:
@@ -42,9 +45,12 @@ struct Config {
     static constexpr int kMaskOffset = kKeyOffset + kStages * kStageBytes;   // [stage][key], see producer.cuh
     static constexpr int kSinkOffset = kMaskOffset + kStages * kKeys * 4;    // [head], base 2
     static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;          // [head][split], base 2
-    static constexpr int kFullOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // barriers: [stage]
-    static constexpr int kEmptyOffset = kFullOffset + 8 * kStages;                 // [stage]
-    static constexpr int kLseBarrierOffset = kEmptyOffset + 8 * kStages;
+    static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // [batch % 2][warp][lane], see producer.cuh
+    static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
+    static constexpr int kFullOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // barriers: [stage][part]
+    static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                   // [stage]
+    static constexpr int kScoredOffset = kEmptyOffset + 8 * kStages;                  // [stage]
+    static constexpr int kLseBarrierOffset = kScoredOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kSharedBytes = kPartialBarrierOffset + 8;
     static_assert(kSharedBytes <= 227 * 1024);

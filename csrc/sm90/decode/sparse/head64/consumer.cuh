@@ -5,6 +5,7 @@
 // barrier between the two.
 #pragma once
 #include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/decode/sparse/head64/softmax.cuh"
 
@@ -23,11 +24,11 @@ __device__ __forceinline__ const float& element(const float (&out)[2][kCount], i
 template <int kCount>
 __device__ __forceinline__ void pin(float (&out)[2][kCount]) { ptx::pin(out[0]), ptx::pin(out[1]); }
 
-// s = Q K^T.
-template <class C>
+// s = or += Q K^T over some tiles.
+template <class C, int kFrom, int kTo>
 __device__ __forceinline__ void multiply_scores(float (&s)[32], ptx::Swizzled128 query, ptx::Swizzled128 keys) {
 #pragma unroll
-    for (int tile = 0; tile < C::kTiles; ++tile) {
+    for (int tile = kFrom; tile < kTo; ++tile) {
 #pragma unroll
         for (int k = 0; k < kTileDims / 16; ++k) {
             const uint32_t at = tile * C::kTileBytes + 32 * k;
@@ -62,16 +63,24 @@ __device__ __forceinline__ void consume(Accumulators<C>& out, RowSums& rows, int
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
         const int stage = i % C::kStages;
-        ptx::mbarrier_wait(shared + C::kFullOffset + 8 * stage, i / C::kStages & 1);
+        const uint32_t full = shared + C::kFullOffset + 16 * stage, parity = i / C::kStages & 1;
+        const uint32_t scored = shared + C::kScoredOffset + 8 * stage;
         // Opaque: the compiler would keep dozens of descriptors in registers.
         const ptx::Swizzled128 query(ptx::opaque(shared + C::kQueryOffset));
         const ptx::Swizzled128 keys(ptx::opaque(shared + C::kKeyOffset + stage * C::kStageBytes));
         const ptx::Swizzled128 values(ptx::opaque(value_at + stage * C::kStageBytes), C::kTileBytes);
+        // The second warpgroup begins a block when the first has its scores, so that the one's softmax runs beside the other's
+        // products. Left alone, the two would run in step. (It is at most a block behind: a barrier for each stage.)
+        if (warpgroup == 1) ptx::mbarrier_wait(scored, parity);
+        ptx::mbarrier_wait(full, parity);
         ptx::wgmma_fence();
-        multiply_scores<C>(s, query, keys);
+        multiply_scores<C, 0, C::kFirstTiles>(s, query, keys);
+        ptx::mbarrier_wait(full + 8, parity);
+        multiply_scores<C, C::kFirstTiles, C::kTiles>(s, query, keys);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::pin(s);
+        if (warpgroup == 0 && lane == 0) ptx::mbarrier_arrive(scored);
         weigh<C>(s, weights, out, rows, scale_log2, mask_at + 4 * C::kKeys * stage);
         ptx::pin(weights), pin(out);
         ptx::wgmma_fence();

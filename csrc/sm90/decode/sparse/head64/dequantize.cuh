@@ -47,7 +47,7 @@ struct Scales<V4Record> {
     }
     __device__ __forceinline__ void prepare() {}
     // 2^(e - 127); bf16 has that for e = 0 only as a subnormal.
-    __device__ __forceinline__ PowerOfTwo of_tile(int tile, bool valid, int) const {
+    __device__ __forceinline__ PowerOfTwo of_tile(int tile, bool valid) const {
         const uint32_t twice = valid ? 0x10001u : 0u;
         const uint32_t e = (tile < 4 ? bytes.x : bytes.y) >> (8 * (tile % 4)) & 0xffu;
         return {max(e << 7, 0x40u) * twice};
@@ -66,8 +66,8 @@ struct Scales<V32Record> {
         const uint32_t upper = terms & 0xffff0000u;
         terms = upper | (ptx::cvt_bf16x2_f32(__uint_as_float(terms) - __uint_as_float(upper), 0.f) & 0xffffu);
     }
-    __device__ __forceinline__ TwoTerms of_tile(int tile, bool, int lane) const {
-        const uint32_t t = __shfl_sync(0xffffffffu, terms, (lane & ~3) | tile / 2);
+    __device__ __forceinline__ TwoTerms of_tile(int tile, bool) const {
+        const uint32_t t = __shfl_sync(0xffffffffu, terms, tile / 2, 4);
         return {__byte_perm(t, 0, 0x3232), __byte_perm(t, 0, 0x1010)};
     }
 };

@@ -30,8 +30,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < C::kStages; ++i) {
-            ptx::mbarrier_init(shared + C::kFullOffset + 8 * i, C::kProducers / 32);
+            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i, C::kProducers / 32);
+            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i + 8, C::kProducers / 32);
             ptx::mbarrier_init(shared + C::kEmptyOffset + 8 * i, C::kConsumers / 32);
+            ptx::mbarrier_init(shared + C::kScoredOffset + 8 * i, kWarpgroup / 32);
         }
         expect_peers<C>(shared, splits);
     }
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     if (warp >= C::kConsumers / 32) {
         ptx::setmaxnreg_dec<C::kProducerRegisters>();
         const int producer_warp = warp - C::kConsumers / 32;
-        const int32_t first_slot = SlotAddress(p, keys.lists, keys.place(p, 0, C::kKeysPerWarp * producer_warp + lane / 4)).load();
+        const int32_t first_slot = KeyFinder<C>::load_slot(p, keys, 0, producer_warp, lane);
         count_blocks();
         if (keys.blocks > 0) produce<C>(p, keys, first_slot, shared, producer_warp, lane);
     } else {
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
             const float sink = p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) * 1.44269504f : -INFINITY;
             ptx::st_shared_f32(shared + C::kSinkOffset + 4 * threadIdx.x, sink);
         }
-        ptx::barrier_sync(1, C::kConsumers);
+        ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
         Accumulators<C> out;
         RowSums rows;
         consume<C>(out, rows, keys.blocks, p.scale_log2, shared, half, lane);

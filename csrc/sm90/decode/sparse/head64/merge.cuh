@@ -79,7 +79,7 @@ __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const Ro
         if (rows.sum[r] != 0.f) factor[r] = __fdividef(factor[r], rows.sum[r]);
         if (half == 0 && t == 0 && head < tile.heads) tile.write_lse(head, lse);
     }
-    ptx::barrier_sync(1, C::kConsumers);   // nobody reads Q and the keys any more
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // nobody reads Q and the keys any more
     const uint32_t warp_at = shared + (half * C::kHeads + 16 * warp) * C::kOutPitch;
 #pragma unroll
     for (int n = 0; n < C::kValueDims / 8; ++n) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
                                       SplitsOfTile splits, int half, int thread) {
     ptx::barrier_cluster_wait();   // all CTAs have begun
     if (half == 0) publish_lse<C>(rows, shared, splits, thread);
-    ptx::barrier_sync(1, C::kConsumers);   // the own one came by an ordinary store; and nobody reads Q and the keys any more
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store; and nobody reads Q and the keys any more
     ptx::barrier_cluster_arrive_relaxed();
     ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
     float weight[2], factor[2];
@@ -206,7 +206,7 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
     ptx::barrier_cluster_wait();   // in no CTA
     send_partial<C>(out, weight, shared, splits, half, thread);
     ptx::mbarrier_wait(shared + C::kPartialBarrierOffset, 0);
-    ptx::barrier_sync(1, C::kConsumers);   // own units came by ordinary stores
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // own units came by ordinary stores
     write_units<C>(factor, tile, shared, splits, half, thread);
 }
 

@@ -1,9 +1,12 @@
 // Keys from global memory to dequantized blocks in shared memory.
 //
 // All producer warps work on each block, so that it is filled in the least time: a warp has 8 keys, a lane quad one, and
-// lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: the bytes of a block are fetched as soon as those of
-// the block before have been converted, and travel while the producers wait for a free stage. Its index is fetched one
-// block earlier still.
+// lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: as soon as those of a block have been converted,
+// those of the next are fetched, and travel while the producers wait for a free stage. So that they come from L2, they are
+// prefetched another block ahead.
+//
+// Finding keys (slot, address, validity) is one lane's work a key: a warp finds its keys of four blocks, a batch, at once,
+// and keeps them in a table in shared memory.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -25,14 +28,60 @@ struct SplitKeys {
     }
 };
 
-// f(std::integral_constant<int, 0>()) and so on.
-template <int kCount, class F>
+// f(std::integral_constant<int, kFrom>()) and so on.
+template <int kFrom, int kTo, class F>
 __device__ __forceinline__ void unrolled(F f) {
-    [&]<int... kI>(std::integer_sequence<int, kI...>) { (f(std::integral_constant<int, kI>()), ...); }(std::make_integer_sequence<int, kCount>());
+    [&]<int... kI>(std::integer_sequence<int, kI...>) {
+        (f(std::integral_constant<int, kFrom + kI>()), ...);
+    }(std::make_integer_sequence<int, kTo - kFrom>());
 }
 
-// Which key of a block a lane has a share of, and where that lies in a block: two chunks of an e4m3 tile, 2t and 2t + 1;
-// two of RoPE, t and t + 4, of which the odd rows take t + 4 first. So 8 lanes store to 8 different places of 16 bytes.
+template <class C>
+struct KeyFinder {
+    static constexpr int kBatch = 32 / C::kKeysPerWarp;   // blocks
+
+    // Of the key of a batch that this lane finds.
+    __device__ __forceinline__ static KeyPlace place(const SparseDecodeParams& p, const SplitKeys& keys, int batch, int warp, int lane) {
+        return keys.place(p, kBatch * batch + lane / C::kKeysPerWarp, C::kKeysPerWarp * warp + lane % C::kKeysPerWarp);
+    }
+    __device__ __forceinline__ static int32_t load_slot(const SparseDecodeParams& p, const SplitKeys& keys, int batch, int warp, int lane) {
+        return SlotAddress(p, keys.lists, place(p, keys, batch, warp, lane)).load();
+    }
+    // Where a key's entry lies: its address, 0 for what is no key; and, if they do not follow, where its scales are from there.
+    __device__ __forceinline__ static uint32_t entry(uint32_t shared, int block, int warp, int key) {
+        const int batch = block / kBatch, n = block % kBatch * C::kKeysPerWarp + key;
+        return shared + C::kFoundOffset + ((batch % 2 * (C::kProducers / 32) + warp) * 32 + n) * C::kFoundBytes;
+    }
+    __device__ __forceinline__ static void find(const SparseDecodeParams& p, const SplitKeys& keys, int batch, int32_t slot,
+                                                uint32_t shared, int warp, int lane) {
+        const KeyPlace at = place(p, keys, batch, warp, lane);
+        const bool valid = is_key(p, keys.lists, at, slot);
+        const KeyAddress a = locate<typename C::Record>(p.source[at.extra], valid ? slot : 0);
+        const uint64_t row = valid ? reinterpret_cast<uint64_t>(a.row) : 0;
+        const uint32_t to = entry(shared, kBatch * batch, warp, lane);
+        if constexpr (C::kFoundBytes == 16) {
+            ptx::st_shared_v4(to, static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), a.scales_from_row, 0);
+        } else {
+            ptx::st_shared_v2(to, make_uint2(static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32)));
+        }
+        __syncwarp();
+    }
+    // Behind the end there is no key.
+    __device__ __forceinline__ static KeyAddress look_up(uint32_t shared, int block, int warp, int key) {
+        const uint32_t from = entry(shared, block, warp, key);
+        const uint2 row = ptx::ld_shared_v2(from);
+        return {reinterpret_cast<const uint8_t*>(static_cast<uint64_t>(row.y) << 32 | row.x),
+                C::kFoundBytes == 16 ? ptx::ld_shared_u32(from + 8) : static_cast<uint32_t>(C::Record::kScaleOffset)};
+    }
+    // Of 8 lanes one key each.
+    __device__ __forceinline__ static void prefetch(uint32_t shared, int block, int warp, int lane) {
+        const uint8_t* row = look_up(shared, block, warp, lane % C::kKeysPerWarp).row;
+        if (lane < C::kKeysPerWarp && row) ptx::prefetch_bulk_l2(row, C::Record::kRowBytes);
+    }
+};
+
+// Where a lane's share of a key lies in a block: two chunks of an e4m3 tile, 2t and 2t + 1; two of RoPE, t and t + 4, of
+// which the odd rows take t + 4 first. So 8 lanes store to 8 different places of 16 bytes.
 template <class C>
 struct LaneOfKey {
     int t, key;
@@ -52,74 +101,80 @@ template <class C>
 __device__ __forceinline__ void produce(const SparseDecodeParams& p, const SplitKeys& keys, int32_t first_slot, uint32_t shared,
                                         int warp, int lane) {
     using Record = typename C::Record;
-    const auto key_of_lane = [&] { return C::kKeysPerWarp * warp + static_cast<int>(ptx::opaque(static_cast<uint32_t>(lane)) / 4); };
-    const auto load_slot = [&](int block) { return SlotAddress(p, keys.lists, keys.place(p, block, key_of_lane())).load(); };
+    using Finder = KeyFinder<C>;
     uint4 data[C::kDataTiles];
-    Scales<Record> scales;
-    const uint8_t* row;
-    bool valid;
-    // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
-    const auto load = [&](int block, int32_t slot) {
-        const KeyPlace place = keys.place(p, block, key_of_lane());
-        valid = is_key(p, keys.lists, place, slot);
-        const KeyAddress a = sm90::locate<Record>(p.source[place.extra], valid ? slot : 0);
-        scales.load(a.row, a.scales_from_row, valid, lane);
-        const uint8_t* lane_data = a.row + 16 * (lane % 4);
-        unrolled<C::kDataTiles>([&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], lane_data, valid); });
-        // RoPE is loaded when some of these registers are free again; it comes to L2 now.
-        row = a.row;
-        ptx::prefetch_global_l2_if<Record::kRopeOffset>(a.row + 32 * (lane % 4), valid);
-    };
+    Scales<Record> scales, next_scales;
 #pragma unroll
     for (int j = 0; j < C::kDataTiles; ++j) data[j] = make_uint4(0, 0, 0, 0);
-    load(0, first_slot);
-    int32_t slot = load_slot(1);
+    int32_t slot = Finder::load_slot(p, keys, 1, warp, lane);
+    Finder::find(p, keys, 0, first_slot, shared, warp, lane);
+    KeyAddress found = Finder::look_up(shared, 0, warp, lane / 4);
+    // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
+    const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
+    unrolled<0, C::kDataTiles>(load_tile);
+    scales.load(found.row, found.scales_from_row, found.row, lane);
+    Finder::prefetch(shared, 1, warp, lane);
 
 #pragma unroll 1
     for (int i = 0; i < keys.blocks; ++i) {
         const int stage = i % C::kStages;
         const LaneOfKey<C> at(warp, ptx::opaque(static_cast<uint32_t>(lane)));   // anew: registers are short
         const uint32_t stage_at = shared + C::kKeyOffset + stage * C::kStageBytes;
-        const uint32_t to = stage_at + at.data_at, to_second = to ^ 16;
+        const uint32_t to = stage_at + at.data_at, to_second = to ^ 16, full = shared + C::kFullOffset + 16 * stage;
         ptx::mbarrier_wait(shared + C::kEmptyOffset + 8 * stage, (i / C::kStages & 1) ^ 1);
+        // RoPE needs no conversion. What is no key must be zeros, as its bytes might be NaN.
+        const uint8_t* row = Finder::look_up(shared, i, warp, at.key % C::kKeysPerWarp).row;
+        const bool valid = row;
+        if (!valid) row = p.source[0].blocks;   // some address that exists
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            ptx::cp_async16((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
+        }
         scales.prepare();
         uint32_t nan = 0;
-        uint4 rope[2];
-#pragma unroll
-        for (int j = 0; j < C::kDataTiles; ++j) {
-            if (j == 2) {
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    rope[n] = make_uint4(0, 0, 0, 0);   // where it is no key, any bytes might be NaN
-                    ptx::ld_global_v4_if<Record::kRopeOffset>(rope[n], row + (at.rope_from ^ (64 * n)), valid);
-                }
-            }
-            const auto scale = scales.of_tile(j, valid, lane);
+        const auto convert_tile = [&](auto j) {
+            const auto scale = scales.of_tile(j.value, valid);
+            const uint4& raw = data[j.value];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint32_t x = half ? data[j].z : data[j].x, y = half ? data[j].w : data[j].y;
+                const uint32_t x = half ? raw.z : raw.x, y = half ? raw.w : raw.y;
                 uint32_t r[4];
                 spread(x, r[0], r[1]), spread(y, r[2], r[3]);
 #pragma unroll
                 for (int n = 0; n < 4; ++n) r[n] = scale.apply(r[n]);
-                ptx::st_shared_v4((half ? to_second : to) + j * C::kTileBytes, r[0], r[1], r[2], r[3]);
+                ptx::st_shared_v4((half ? to_second : to) + j.value * C::kTileBytes, r[0], r[1], r[2], r[3]);
                 nan |= has_nan(x) | has_nan(y);
             }
-        }
-#pragma unroll
-        for (int n = 0; n < 2; ++n) ptx::st_shared_v4((stage_at + at.rope_at) ^ (64 * n), rope[n].x, rope[n].y, rope[n].z, rope[n].w);
+        };
+        const auto hand_over = [&](uint32_t barrier) {
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(barrier);
+        };
+        unrolled<0, C::kFirstTiles>(convert_tile);
+        // Loads come before the fence: behind it, ptxas puts them off for long.
+        found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
+        next_scales.load(found.row, found.scales_from_row, found.row, lane);
+        unrolled<0, C::kFirstTiles>(load_tile);
+        hand_over(full);
+        unrolled<C::kFirstTiles, C::kDataTiles>(convert_tile);
+        found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
+        unrolled<C::kFirstTiles, C::kDataTiles>(load_tile);
         // The mask joins the scores: 0 for a key, -inf for what is none, NaN for a key with NaN among its e4m3 values.
         const uint32_t nan_lanes = __ballot_sync(0xffffffffu, valid && (nan & 0x80808080u)) >> (lane & ~3) & 15u;
         if (at.t == 0) {
             const float mask = !valid ? -INFINITY : nan_lanes ? __int_as_float(0x7fffffff) : 0.f;
             ptx::st_shared_f32(shared + C::kMaskOffset + 4 * (C::kKeys * stage + at.key), mask);
         }
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared + C::kFullOffset + 8 * stage);
-        if (i + 1 == keys.blocks) break;
-        load(i + 1, slot);
-        slot = load_slot(i + 2);
+        ptx::cp_async_wait_all();
+        hand_over(full + 8);
+        // The next batch is found in the second of four blocks: before its first block is prefetched, two blocks ahead.
+        if (i % Finder::kBatch == 1) {
+            Finder::find(p, keys, i / Finder::kBatch + 1, slot, shared, warp, lane);
+            slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
+        }
+        Finder::prefetch(shared, i + 2, warp, lane);
+        scales = next_scales;
     }
 }
 

@@ -18,23 +18,10 @@ inline constexpr uint32_t kSpread = 0x7b807b80u;   // 2^120, twice
 // Sets bit 7 of some byte of `found` if one of the four is NaN.
 __device__ __forceinline__ uint32_t has_nan(uint32_t e4m3x4) { return (e4m3x4 & 0x7f7f7f7fu) + 0x01010101u; }
 
-// What a value is multiplied by, twice in a pair. 2^120 comes separately, as 2^120 * scale may leave bf16's range; both
-// products are exact where the result is no bf16 subnormal (ue8m0), or rounded once (fp32).
-struct PowerOfTwo {
-    uint32_t scale;
-    __device__ __forceinline__ uint32_t apply(uint32_t x) const { return ptx::mul_bf16x2(ptx::mul_bf16x2(x, kSpread), scale); }
-};
-// An fp32 scale is a bf16 and what that leaves, another bf16.
-struct TwoTerms {
-    uint32_t scale, rest;
-    __device__ __forceinline__ uint32_t apply(uint32_t x) const {
-        const uint32_t v = ptx::mul_bf16x2(x, kSpread);
-        return ptx::fma_bf16x2(v, scale, ptx::mul_bf16x2(v, rest));
-    }
-};
-
-// The scales of a key, in the hands of the four lanes that have it. Those of what is no key are 0, which makes zeros of
-// any bytes.
+// The scales of a key, in the hands of the four lanes that have it, as factors of what `spread` gives. 2^120 * scale may leave
+// bf16's range: then, which no real cache asks for, all keys of the warp are multiplied by the two separately (kWide). Products
+// are exact where the result is no bf16 subnormal (ue8m0), or rounded once (fp32). The scales of what is no key are 0, which
+// makes zeros of any bytes.
 template <class Record>
 struct Scales;
 
@@ -45,30 +32,46 @@ struct Scales<V4Record> {
     __device__ __forceinline__ void load(const uint8_t* row, uint32_t scales_from_row, bool valid, int) {
         bytes = ptx::ld_global_v2_or_zero(row + scales_from_row, valid);
     }
-    __device__ __forceinline__ void prepare() {}
-    // 2^(e - 127); bf16 has that for e = 0 only as a subnormal.
-    __device__ __forceinline__ PowerOfTwo of_tile(int tile, bool valid) const {
-        const uint32_t twice = valid ? 0x10001u : 0u;
+    // Whether some e > 127 + 7. (The last byte is none.)
+    __device__ __forceinline__ bool is_wide() const {
+        const auto above = [](uint32_t x) { return ((x & 0x7f7f7f7fu) + 0x79797979u) & x & 0x80808080u; };
+        return (above(bytes.x) | above(bytes.y & 0x00ffffffu)) != 0;
+    }
+    template <bool kWide> __device__ __forceinline__ void prepare() {}
+    // For a tile, twice in a pair: 2^(e - 127), which bf16 has for e = 0 only as a subnormal; or 2^120 times that.
+    template <bool kWide>
+    __device__ __forceinline__ uint32_t of_tile(int tile, bool valid) const {
         const uint32_t e = (tile < 4 ? bytes.x : bytes.y) >> (8 * (tile % 4)) & 0xffu;
-        return {max(e << 7, 0x40u) * twice};
+        return (kWide ? max(e << 7, 0x40u) : (e + 120) << 7) * (valid ? 0x10001u : 0u);
+    }
+    template <bool kWide>
+    __device__ __forceinline__ static uint32_t apply(uint32_t factor, uint32_t x) {
+        return ptx::mul_bf16x2(kWide ? ptx::mul_bf16x2(x, kSpread) : x, factor);
     }
 };
 
 template <>
 struct Scales<V32Record> {
-    uint32_t terms;   // of the scale number lane % 4: its upper half, and the rest as bf16
+    uint32_t scale;   // number lane % 4, fp32
 
     __device__ __forceinline__ void load(const uint8_t* row, uint32_t scales_from_row, bool valid, int lane) {
-        terms = ptx::ld_global_u32_or(row + scales_from_row + 4 * (lane % 4), valid, 0);
+        scale = ptx::ld_global_u32_or(row + scales_from_row + 4 * (lane % 4), valid, 0);
     }
-    // Not while loading: that would wait for the load.
+    // Whether it is not below 2^7 in magnitude.
+    __device__ __forceinline__ bool is_wide() const { return (scale & 0x7fffffffu) >= (127u + 7) << 23; }
+    // An fp32 scale is a bf16 and what that leaves, another bf16: upper and lower half.
+    template <bool kWide>
     __device__ __forceinline__ void prepare() {
-        const uint32_t upper = terms & 0xffff0000u;
-        terms = upper | (ptx::cvt_bf16x2_f32(__uint_as_float(terms) - __uint_as_float(upper), 0.f) & 0xffffu);
+        const float factor = __uint_as_float(scale) * (kWide ? 1.f : 0x1p120f);
+        const uint32_t upper = __float_as_uint(factor) & 0xffff0000u;
+        scale = upper | (ptx::cvt_bf16x2_f32(factor - __uint_as_float(upper), 0.f) & 0xffffu);
     }
-    __device__ __forceinline__ TwoTerms of_tile(int tile, bool) const {
-        const uint32_t t = __shfl_sync(0xffffffffu, terms, tile / 2, 4);
-        return {__byte_perm(t, 0, 0x3232), __byte_perm(t, 0, 0x1010)};
+    template <bool kWide>
+    __device__ __forceinline__ uint32_t of_tile(int tile, bool) const { return __shfl_sync(0xffffffffu, scale, tile / 2, 4); }
+    template <bool kWide>
+    __device__ __forceinline__ static uint32_t apply(uint32_t factor, uint32_t x) {
+        if (kWide) x = ptx::mul_bf16x2(x, kSpread);
+        return ptx::fma_bf16x2(x, __byte_perm(factor, 0, 0x3232), ptx::mul_bf16x2(x, __byte_perm(factor, 0, 0x1010)));
     }
 };
 

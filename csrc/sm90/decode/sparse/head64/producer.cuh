@@ -1,9 +1,8 @@
 // Keys from global memory to dequantized blocks in shared memory.
 //
 // All producer warps work on each block, so that it is filled in the least time: a warp has 8 keys, a lane quad one, and
-// lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: as soon as those of a block have been converted,
-// those of the next are fetched, and travel while the producers wait for a free stage. So that they come from L2, they are
-// prefetched another block ahead.
+// lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: as soon as those of half a block have been converted,
+// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage.
 //
 // Finding keys (slot, address, validity) is one lane's work a key: a warp finds its keys of four blocks, a batch, at once,
 // and keeps them in a table in shared memory.
@@ -73,11 +72,6 @@ struct KeyFinder {
         return {reinterpret_cast<const uint8_t*>(static_cast<uint64_t>(row.y) << 32 | row.x),
                 C::kFoundBytes == 16 ? ptx::ld_shared_u32(from + 8) : static_cast<uint32_t>(C::Record::kScaleOffset)};
     }
-    // Of 8 lanes one key each.
-    __device__ __forceinline__ static void prefetch(uint32_t shared, int block, int warp, int lane) {
-        const uint8_t* row = look_up(shared, block, warp, lane % C::kKeysPerWarp).row;
-        if (lane < C::kKeysPerWarp && row) ptx::prefetch_bulk_l2(row, C::Record::kRowBytes);
-    }
 };
 
 // Where a lane's share of a key lies in a block: two chunks of an e4m3 tile, 2t and 2t + 1; two of RoPE, t and t + 4, of
@@ -113,7 +107,6 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
     unrolled<0, C::kDataTiles>(load_tile);
     scales.load(found.row, found.scales_from_row, found.row, lane);
-    Finder::prefetch(shared, 1, warp, lane);
 
 #pragma unroll 1
     for (int i = 0; i < keys.blocks; ++i) {
@@ -130,36 +123,37 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         for (int n = 0; n < 2; ++n) {
             ptx::cp_async16((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
         }
-        scales.prepare();
         uint32_t nan = 0;
-        const auto convert_tile = [&](auto j) {
-            const auto scale = scales.of_tile(j.value, valid);
+        const auto convert_tile = [&]<bool kWide>(auto j, std::bool_constant<kWide>) {
+            const uint32_t factor = scales.template of_tile<kWide>(j.value, valid);
             const uint4& raw = data[j.value];
+            uint32_t r[8];
+            spread(raw.x, r[0], r[1]), spread(raw.y, r[2], r[3]), spread(raw.z, r[4], r[5]), spread(raw.w, r[6], r[7]);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t x = half ? raw.z : raw.x, y = half ? raw.w : raw.y;
-                uint32_t r[4];
-                spread(x, r[0], r[1]), spread(y, r[2], r[3]);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) r[n] = scale.apply(r[n]);
-                ptx::st_shared_v4((half ? to_second : to) + j.value * C::kTileBytes, r[0], r[1], r[2], r[3]);
-                nan |= has_nan(x) | has_nan(y);
-            }
+            for (int n = 0; n < 8; ++n) r[n] = Scales<Record>::template apply<kWide>(factor, r[n]);
+            ptx::st_shared_v4(to + j.value * C::kTileBytes, r[0], r[1], r[2], r[3]);
+            ptx::st_shared_v4(to_second + j.value * C::kTileBytes, r[4], r[5], r[6], r[7]);
+            nan |= has_nan(raw.x) | has_nan(raw.y) | has_nan(raw.z) | has_nan(raw.w);
+        };
+        const bool wide = __any_sync(0xffffffffu, scales.is_wide());
+        if (wide) scales.template prepare<true>();
+        else scales.template prepare<false>();
+        const auto convert = [&]<int kFrom, int kTo>(std::integer_sequence<int, kFrom, kTo>) {
+            if (wide) unrolled<kFrom, kTo>([&](auto j) { convert_tile(j, std::true_type()); });
+            else unrolled<kFrom, kTo>([&](auto j) { convert_tile(j, std::false_type()); });
         };
         const auto hand_over = [&](uint32_t barrier) {
             ptx::fence_proxy_async();
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(barrier);
         };
-        unrolled<0, C::kFirstTiles>(convert_tile);
+        convert(std::integer_sequence<int, 0, C::kFirstTiles>());
         // Loads come before the fence: behind it, ptxas puts them off for long.
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
         next_scales.load(found.row, found.scales_from_row, found.row, lane);
         unrolled<0, C::kFirstTiles>(load_tile);
         hand_over(full);
-        unrolled<C::kFirstTiles, C::kDataTiles>(convert_tile);
-        found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
-        unrolled<C::kFirstTiles, C::kDataTiles>(load_tile);
+        convert(std::integer_sequence<int, C::kFirstTiles, C::kDataTiles>());
         // The mask joins the scores: 0 for a key, -inf for what is none, NaN for a key with NaN among its e4m3 values.
         const uint32_t nan_lanes = __ballot_sync(0xffffffffu, valid && (nan & 0x80808080u)) >> (lane & ~3) & 15u;
         if (at.t == 0) {
@@ -168,12 +162,12 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         }
         ptx::cp_async_wait_all();
         hand_over(full + 8);
-        // The next batch is found in the second of four blocks: before its first block is prefetched, two blocks ahead.
+        found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
+        unrolled<C::kFirstTiles, C::kDataTiles>(load_tile);
         if (i % Finder::kBatch == 1) {
             Finder::find(p, keys, i / Finder::kBatch + 1, slot, shared, warp, lane);
             slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
         }
-        Finder::prefetch(shared, i + 2, warp, lane);
         scales = next_scales;
     }
 }

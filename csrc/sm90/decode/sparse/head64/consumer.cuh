@@ -7,6 +7,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
+#include "sm90/decode/sparse/head64/producer.cuh"
 #include "sm90/decode/sparse/head64/softmax.cuh"
 
 namespace flash_mla::sm90::head64 {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void multiply_values(Accumulators<C>& out, const uint
 
 template <class C>
 __device__ __forceinline__ void consume(Accumulators<C>& out, RowSums& rows, int blocks, float scale_log2, uint32_t shared,
-                                        int warpgroup, int lane) {
+                                        int warpgroup, int warp, int lane) {
     const uint32_t value_at = shared + C::kKeyOffset + warpgroup * (C::kValueDims / kTileDims * C::kTileBytes);
     const uint32_t mask_at = shared + C::kMaskOffset + 8 * (lane % 4);
     float s[32];
@@ -78,6 +79,8 @@ __device__ __forceinline__ void consume(Accumulators<C>& out, RowSums& rows, int
         ptx::mbarrier_wait(full + 8, parity);
         multiply_scores<C, C::kFirstTiles, C::kTiles>(s, query, keys);
         ptx::wgmma_commit();
+        // The producers fetch this block next but one. (Its keys have been found: see KeyFinder.)
+        KeyFinder<C>::prefetch(shared, i + 2, 4 * warpgroup + warp, lane);
         ptx::wgmma_wait<0>();
         ptx::pin(s);
         if (warpgroup == 0 && lane == 0) ptx::mbarrier_arrive(scored);

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/bf16x2.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/memory.cuh"
 #include "sm90/decode/sparse/head64/config.h"
 
 namespace flash_mla::sm90::head64 {
@@ -37,6 +38,8 @@ struct Scales<V4Record> {
         const auto above = [](uint32_t x) { return ((x & 0x7f7f7f7fu) + 0x79797979u) & x & 0x80808080u; };
         return (above(bytes.x) | above(bytes.y & 0x00ffffffu)) != 0;
     }
+    // The other's, which are waited for here and not before.
+    __device__ __forceinline__ void take(const Scales& from) { bytes = {ptx::opaque(from.bytes.x), ptx::opaque(from.bytes.y)}; }
     template <bool kWide> __device__ __forceinline__ void prepare() {}
     // For a tile, twice in a pair: 2^(e - 127), which bf16 has for e = 0 only as a subnormal; or 2^120 times that.
     template <bool kWide>
@@ -57,6 +60,7 @@ struct Scales<V32Record> {
     __device__ __forceinline__ void load(const uint8_t* row, uint32_t scales_from_row, bool valid, int lane) {
         scale = ptx::ld_global_u32_or(row + scales_from_row + 4 * (lane % 4), valid, 0);
     }
+    __device__ __forceinline__ void take(const Scales& from) { scale = ptx::opaque(from.scale); }
     // Whether it is not below 2^7 in magnitude.
     __device__ __forceinline__ bool is_wide() const { return (scale & 0x7fffffffu) >= (127u + 7) << 23; }
     // An fp32 scale is a bf16 and what that leaves, another bf16: upper and lower half.

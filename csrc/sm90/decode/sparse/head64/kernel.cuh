@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
         ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
         Accumulators<C> out;
         RowSums rows;
-        consume<C>(out, rows, keys.blocks, p.scale_log2, shared, half, lane);
+        consume<C>(out, rows, keys.blocks, p.scale_log2, shared, half, warp % 4, lane);
 
         OutputTile tile;
         tile.out = p.out + static_cast<uint64_t>(batch) * p.out_stride_b + static_cast<uint64_t>(row) * p.out_stride_s +

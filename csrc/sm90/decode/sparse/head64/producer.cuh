@@ -2,10 +2,11 @@
 //
 // All producer warps work on each block, so that it is filled in the least time: a warp has 8 keys, a lane quad one, and
 // lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: as soon as those of half a block have been converted,
-// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage.
+// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage. That is not long
+// enough for memory: consumers, who wait for scores anyway, prefetch them to L2 before.
 //
 // Finding keys (slot, address, validity) is one lane's work a key: a warp finds its keys of four blocks, a batch, at once,
-// and keeps them in a table in shared memory.
+// and keeps them in a table in shared memory. The next batch is found in the second block of a batch.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -72,6 +73,12 @@ struct KeyFinder {
         return {reinterpret_cast<const uint8_t*>(static_cast<uint64_t>(row.y) << 32 | row.x),
                 C::kFoundBytes == 16 ? ptx::ld_shared_u32(from + 8) : static_cast<uint32_t>(C::Record::kScaleOffset)};
     }
+    // By any warp that the table is visible to: 8 lanes have a key each.
+    __device__ __forceinline__ static void prefetch(uint32_t shared, int block, int warp, int lane) {
+        if (lane >= C::kKeysPerWarp) return;
+        const uint8_t* row = look_up(shared, block, warp, lane).row;
+        if (row) ptx::prefetch_bulk_l2(row, C::Record::kRowBytes);
+    }
 };
 
 // Where a lane's share of a key lies in a block: two chunks of an e4m3 tile, 2t and 2t + 1; two of RoPE, t and t + 4, of
@@ -106,7 +113,8 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
     const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
     unrolled<0, C::kDataTiles>(load_tile);
-    scales.load(found.row, found.scales_from_row, found.row, lane);
+    next_scales.load(found.row, found.scales_from_row, found.row, lane);
+    Finder::prefetch(shared, 1, warp, lane);
 
 #pragma unroll 1
     for (int i = 0; i < keys.blocks; ++i) {
@@ -114,11 +122,11 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         const LaneOfKey<C> at(warp, ptx::opaque(static_cast<uint32_t>(lane)));   // anew: registers are short
         const uint32_t stage_at = shared + C::kKeyOffset + stage * C::kStageBytes;
         const uint32_t to = stage_at + at.data_at, to_second = to ^ 16, full = shared + C::kFullOffset + 16 * stage;
-        ptx::mbarrier_wait(shared + C::kEmptyOffset + 8 * stage, (i / C::kStages & 1) ^ 1);
-        // RoPE needs no conversion. What is no key must be zeros, as its bytes might be NaN.
         const uint8_t* row = Finder::look_up(shared, i, warp, at.key % C::kKeysPerWarp).row;
         const bool valid = row;
         if (!valid) row = p.source[0].blocks;   // some address that exists
+        ptx::mbarrier_wait(shared + C::kEmptyOffset + 8 * stage, (i / C::kStages & 1) ^ 1);
+        // RoPE needs no conversion. What is no key must be zeros, as its bytes might be NaN.
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             ptx::cp_async16((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
@@ -135,6 +143,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             ptx::st_shared_v4(to_second + j.value * C::kTileBytes, r[4], r[5], r[6], r[7]);
             nan |= has_nan(raw.x) | has_nan(raw.y) | has_nan(raw.z) | has_nan(raw.w);
         };
+        scales.take(next_scales);
         const bool wide = __any_sync(0xffffffffu, scales.is_wide());
         if (wide) scales.template prepare<true>();
         else scales.template prepare<false>();
@@ -168,7 +177,6 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             Finder::find(p, keys, i / Finder::kBatch + 1, slot, shared, warp, lane);
             slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
         }
-        scales = next_scales;
     }
 }
 

@@ -18,11 +18,12 @@ struct Config {
     static constexpr int kKeys = 64;   // of a block
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
 
-    // Two warpgroups multiply, each all heads and keys for the scores and half of the dims of V; two fetch and dequantize.
+    // Two warpgroups multiply: the first computes scores and weights, each accumulates half of the dims of V. Two fetch and
+    // dequantize.
     static constexpr int kConsumers = 2 * kWarpgroup, kProducers = 2 * kWarpgroup;
     static constexpr int kThreads = kConsumers + kProducers;
-    static constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
-    static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536);
+    static constexpr int kScorerRegisters = 192, kFollowerRegisters = 176, kProducerRegisters = 72;
+    static_assert(kWarpgroup * (kScorerRegisters + kFollowerRegisters) + kProducers * kProducerRegisters <= 65536);
     static constexpr int kValueDims = Record::kDimV / 2;        // of a consumer warpgroup
     static constexpr int kKeysPerWarp = kKeys / (kProducers / 32);   // 8: four lanes a key
 
@@ -42,25 +43,33 @@ struct Config {
     static constexpr int kStageBytes = kTiles * kTileBytes;
     static constexpr int kQueryOffset = 0;
     static constexpr int kKeyOffset = kTiles * kTileBytes;
-    static constexpr int kMaskOffset = kKeyOffset + kStages * kStageBytes;   // [stage][key], see producer.cuh
+    // Weights of a block, as A fragments, [stage][16 keys][thread] of 16 bytes. Where RoPE is no part of V, its place is free
+    // as soon as the scores are there.
+    static constexpr int kWeightBytes = kHeads * kKeys * 2;
+    static constexpr int kWeightStageBytes = Record::kRopeInV ? kWeightBytes : kStageBytes;
+    static constexpr int kWeightOffset = kKeyOffset + (Record::kRopeInV ? kStages * kStageBytes : kDataTiles * kTileBytes);
+    static_assert(kWeightBytes == kTileBytes);
+    static constexpr int kFactorOffset = kKeyOffset + kStages * kStageBytes + (Record::kRopeInV ? kStages * kWeightBytes : 0);   // [stage][head]
+    static constexpr int kRowSumOffset = kFactorOffset + kStages * kHeads * 4;   // [head] {shift, sum}
+    static constexpr int kMaskOffset = kRowSumOffset + kHeads * 8;               // [stage][key], see producer.cuh
     static constexpr int kSinkOffset = kMaskOffset + kStages * kKeys * 4;    // [head], base 2
     static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;          // [head][split], base 2
     static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // [batch % 2][warp][lane], see producer.cuh
     static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
     static constexpr int kFullOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // barriers: [stage][part]
     static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                   // [stage]
-    static constexpr int kScoredOffset = kEmptyOffset + 8 * kStages;                  // [stage]
-    static constexpr int kLseBarrierOffset = kScoredOffset + 8 * kStages;
+    static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                 // [stage]
+    static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kSharedBytes = kPartialBarrierOffset + 8;
     static_assert(kSharedBytes <= 227 * 1024);
 
     static constexpr int kUnits = Record::kDimV / kUnitDims;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
-    static_assert(kUnits == 32 && 45 * kUnitBytes <= kMaskOffset);
+    static_assert(kUnits == 32 && 45 * kUnitBytes <= kFactorOffset);
     // Of one split alone: rows of bf16 on their way out, per consumer warpgroup; padded so that 8 rows lie in different banks.
     static constexpr int kOutPitch = kValueDims * 2 + 16;
-    static_assert(2 * kHeads * kOutPitch <= kMaskOffset);
+    static_assert(2 * kHeads * kOutPitch <= kFactorOffset);
 };
 
 }  // namespace flash_mla::sm90::head64

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
             ptx::mbarrier_init(shared + C::kFullOffset + 16 * i, C::kProducers / 32);
             ptx::mbarrier_init(shared + C::kFullOffset + 16 * i + 8, C::kProducers / 32);
             ptx::mbarrier_init(shared + C::kEmptyOffset + 8 * i, C::kConsumers / 32);
-            ptx::mbarrier_init(shared + C::kScoredOffset + 8 * i, kWarpgroup / 32);
+            ptx::mbarrier_init(shared + C::kWeighedOffset + 8 * i, kWarpgroup / 32);
         }
         expect_peers<C>(shared, splits);
     }
@@ -48,16 +48,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
         const int live = max(0, live_groups(p, splits.rank, keys.lists.main_length, keys.lists.extra_length));
         keys.blocks = (live + C::kKeyGroups - 1) / C::kKeyGroups;
     };
-    if (warp >= C::kConsumers / 32) {
-        ptx::setmaxnreg_dec<C::kProducerRegisters>();
-        const int producer_warp = warp - C::kConsumers / 32;
-        const int32_t first_slot = KeyFinder<C>::load_slot(p, keys, 0, producer_warp, lane);
-        count_blocks();
-        if (keys.blocks > 0) produce<C>(p, keys, first_slot, shared, producer_warp, lane);
-    } else {
-        ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-        const int half = warp / 4, thread = threadIdx.x % kWarpgroup;
-        count_blocks();
+    const auto load_q_and_sinks = [&] {
         const uint16_t* q = p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s +
                             static_cast<uint64_t>(first_head) * p.q_stride_h;
         load_query<C>(q, p.q_stride_h, heads, p.q_aligned16, shared, threadIdx.x);
@@ -67,10 +58,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
             ptx::st_shared_f32(shared + C::kSinkOffset + 4 * threadIdx.x, sink);
         }
         ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
-        Accumulators<C> out;
-        RowSums rows;
-        consume<C>(out, rows, keys.blocks, p.scale_log2, shared, half, warp % 4, lane);
-
+    };
+    const int half = warp / 4, thread = threadIdx.x % kWarpgroup;
+    const auto write = [&](const Accumulators<C>& out, const RowSums& rows) {
         OutputTile tile;
         tile.out = p.out + static_cast<uint64_t>(batch) * p.out_stride_b + static_cast<uint64_t>(row) * p.out_stride_s +
                    static_cast<uint64_t>(first_head) * p.out_stride_h;
@@ -82,6 +72,29 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
         tile.aligned4 = p.out_aligned4;
         if (splits.count == 1) write_alone<C>(out, rows, tile, shared, half, thread);
         else merge<C>(out, rows, tile, shared, splits, half, thread);
+    };
+    if (warp >= C::kConsumers / 32) {
+        ptx::setmaxnreg_dec<C::kProducerRegisters>();
+        const int producer_warp = warp - C::kConsumers / 32;
+        const int32_t first_slot = KeyFinder<C>::load_slot(p, keys, 0, producer_warp, lane);
+        count_blocks();
+        if (keys.blocks > 0) produce<C>(p, keys, first_slot, shared, producer_warp, lane);
+    } else if (warp >= 4) {
+        ptx::setmaxnreg_inc<C::kFollowerRegisters>();
+        count_blocks();
+        load_q_and_sinks();
+        Accumulators<C> out;
+        RowSums rows;
+        follow<C>({shared, half, thread, warp % 4, lane}, out, rows, keys.blocks);
+        write(out, rows);
+    } else {
+        ptx::setmaxnreg_inc<C::kScorerRegisters>();
+        count_blocks();
+        load_q_and_sinks();
+        Accumulators<C> out;
+        RowSums rows;
+        score<C>({shared, half, thread, warp, lane}, out, rows, keys.blocks, p.scale_log2);
+        write(out, rows);
     }
 }
 

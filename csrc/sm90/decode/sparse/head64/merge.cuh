@@ -64,7 +64,8 @@ __device__ __forceinline__ float sink_factor(float sink, float lse) {
 // The rows of a thread.
 __device__ __forceinline__ int head_of(int thread, int r) { return thread / 32 * 16 + thread % 32 / 4 + 8 * r; }
 
-// One split: normalize and write. Through shared memory, so that rows are written in one piece; each warp has its own rows.
+// One split: normalize and write. Through shared memory, where nobody reads Q and the keys any more, so that rows are written in
+// one piece; each warp has its own rows.
 template <class C>
 __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const RowSums& rows, const OutputTile& tile, uint32_t shared,
                                             int half, int thread) {
@@ -79,7 +80,6 @@ __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const Ro
         if (rows.sum[r] != 0.f) factor[r] = __fdividef(factor[r], rows.sum[r]);
         if (half == 0 && t == 0 && head < tile.heads) tile.write_lse(head, lse);
     }
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // nobody reads Q and the keys any more
     const uint32_t warp_at = shared + (half * C::kHeads + 16 * warp) * C::kOutPitch;
 #pragma unroll
     for (int n = 0; n < C::kValueDims / 8; ++n) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
                                       SplitsOfTile splits, int half, int thread) {
     ptx::barrier_cluster_wait();   // all CTAs have begun
     if (half == 0) publish_lse<C>(rows, shared, splits, thread);
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store; and nobody reads Q and the keys any more
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store
     ptx::barrier_cluster_arrive_relaxed();
     ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
     float weight[2], factor[2];

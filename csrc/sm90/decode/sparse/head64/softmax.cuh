@@ -1,5 +1,5 @@
-// Scores to softmax weights, in registers. A consumer warpgroup has all 64 heads: thread 32 w + 4 g + t the rows
-// 16 w + g and 16 w + g + 8, of which the lanes of a quad have a quarter of the columns each.
+// Scores to softmax weights, in registers. A warpgroup has all 64 heads: thread 32 w + 4 g + t the rows 16 w + g and
+// 16 w + g + 8, of which the lanes of a quad have a quarter of the columns each.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -36,10 +36,11 @@ struct RowSums {
     __device__ __forceinline__ float lse(int r) const { return sum[r] == 0.f ? -INFINITY : shift[r] + ptx::lg2(sum[r]); }
 };
 
-// D fragments of Q K^T become A fragments of P V, four registers for 16 keys. `mask_at`: that of column 2t.
-template <class C, int kAccumulators>
-__device__ __forceinline__ void weigh(float (&s)[32], uint32_t (&weights)[16], float (&out)[2][kAccumulators], RowSums& rows,
-                                      float scale_log2, uint32_t mask_at) {
+// D fragments of Q K^T become A fragments of P V, four registers for 16 keys. `mask_at`: that of column 2t. `factor`: what
+// the rows that have been accumulated before are to be multiplied by; whether it is 1 for all rows of the warp is returned.
+template <class C>
+__device__ __forceinline__ bool weigh(float (&s)[32], uint32_t (&weights)[16], float (&factor)[2], RowSums& rows, float scale_log2,
+                                      uint32_t mask_at) {
 #pragma unroll
     for (int n = 0; n < C::kKeys / 8; ++n) {
         const float2 mask = ptx::ld_shared_f32x2(mask_at + 32 * n);
@@ -59,9 +60,10 @@ __device__ __forceinline__ void weigh(float (&s)[32], uint32_t (&weights)[16], f
         }
         m[r] = tree[0];
     }
-    if (__any_sync(0xffffffffu, m[0] > rows.shift[0] || m[1] > rows.shift[1])) {
+    factor[0] = factor[1] = 1.f;
+    const bool moves = __any_sync(0xffffffffu, m[0] > rows.shift[0] || m[1] > rows.shift[1]);
+    if (moves) {
         // Row by row: what becomes of a row must not depend on the others.
-        float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float row_max = quad_max(m[r]), moved = row_max > rows.shift[r] ? row_max + kSlack : rows.shift[r];
@@ -69,8 +71,6 @@ __device__ __forceinline__ void weigh(float (&s)[32], uint32_t (&weights)[16], f
             rows.shift[r] = moved;
             rows.sum[r] *= factor[r];
         }
-#pragma unroll
-        for (int n = 0; n < kAccumulators; ++n) out[0][n] *= factor[n / 2 % 2], out[1][n] *= factor[n / 2 % 2];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -86,6 +86,7 @@ __device__ __forceinline__ void weigh(float (&s)[32], uint32_t (&weights)[16], f
         for (int n = 0; n < 8; ++n) even += s[4 * n + 2 * r], odd += s[4 * n + 2 * r + 1];
         rows.sum[r] += even + odd;
     }
+    return !moves;
 }
 
 }  // namespace flash_mla::sm90::head64

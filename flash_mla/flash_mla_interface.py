@@ -76,7 +76,7 @@ class FlashMLASchedMeta:
     def force_plan(self, *, splits: int, block_keys: int = 64, head_tile: int = 8) -> "FlashMLASchedMeta":
         """For experiments: take this plan instead of the library's choice. Before the first call; returns self.
 
-        splits: 1..16. block_keys: 32 or 64. head_tile: 8 or 16. The operator refuses other values.
+        splits: 1..16. head_tile: 8, 16 or 64. block_keys: 32 or 64; 64 with head_tile 64. The operator refuses other values.
         """
         if self.have_initialized:
             raise RuntimeError(

@@ -16,6 +16,7 @@
 
 #include "kv_format.h"
 #include "sm90/decode/sparse/head16/launch.h"
+#include "sm90/decode/sparse/head64/launch.h"
 
 // It lives in libtorch_cuda, which a CPU-only torch lacks: weak, so that the library loads there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
@@ -125,6 +126,11 @@ Kernel choose_kernel(int64_t heads, const Plan& plan) {
 }
 
 Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
+    if (plan.head_tile == 64) {
+        using namespace sm90::head64;
+        if (record == RecordKind::kV4) return {max_splits<V4Record>, launch<V4Record>};
+        return {max_splits<V32Record>, launch<V32Record>};
+    }
     return record == RecordKind::kV4 ? choose_kernel<V4Record>(heads, plan) : choose_kernel<V32Record>(heads, plan);
 }
 

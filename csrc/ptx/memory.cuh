@@ -53,6 +53,31 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     return v;
 }
 
+// Without a branch: zeros, or the registers as they were, if not `exists`.
+__device__ __forceinline__ uint2 ld_global_v2_or_zero(const void* p, bool exists) {
+    uint2 v;
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %3, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n"
+                 "@exists ld.global.v2.u32 {%0,%1}, [%2];\n}"
+                 : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(static_cast<uint32_t>(exists)));
+    return v;
+}
+template <int kOffset>
+__device__ __forceinline__ void ld_global_v4_if(uint4& v, const uint8_t* p, bool exists) {
+    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %5, 0;\n@exists ld.global.v4.u32 {%0,%1,%2,%3}, [%4+%6];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(exists)), "n"(kOffset));
+}
+// 16 bytes from global to shared memory, zeros if not `exists`, without registers. cp_async_wait_all: until those of this
+// thread have come.
+__device__ __forceinline__ void cp_async16(uint32_t to, const void* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// `bytes` (a multiple of 16) that lie together to L2.
+__device__ __forceinline__ void prefetch_bulk_l2(const void* p, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");

@@ -1,0 +1,75 @@
+// The 64-row head tile: compile-time shape of a CTA and its shared memory. See docs/head64.md.
+#pragma once
+#include "kv_format.h"
+#include "plan.h"
+#include "sm90/decode/sparse/params.h"
+
+namespace flash_mla::sm90::head64 {
+
+inline constexpr int kWarpgroup = 128;   // threads
+inline constexpr int kTileDims = 64;     // dims of a row of 128 bytes, the width of the swizzle
+inline constexpr int kConsumerBarrier = 1;   // a named barrier of the CTA
+inline constexpr int kUnitDims = 16;     // the grain in which splits share the merge
+
+template <class Record_>
+struct Config {
+    using Record = Record_;
+    static constexpr int kHeads = 64;
+    static constexpr int kKeys = 64;   // of a block
+    static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
+
+    // Two warpgroups multiply: the first computes scores and weights, each accumulates half of the dims of V. Two fetch and
+    // dequantize.
+    static constexpr int kConsumers = 2 * kWarpgroup, kProducers = 2 * kWarpgroup;
+    static constexpr int kThreads = kConsumers + kProducers;
+    static constexpr int kScorerRegisters = 192, kFollowerRegisters = 176, kProducerRegisters = 72;
+    static_assert(kWarpgroup * (kScorerRegisters + kFollowerRegisters) + kProducers * kProducerRegisters <= 65536);
+    static constexpr int kValueDims = Record::kDimV / 2;        // of a consumer warpgroup
+    static constexpr int kKeysPerWarp = kKeys / (kProducers / 32);   // 8: four lanes a key
+
+    // Tiles of dims. Of the e4m3 tiles a lane fetches 16 bytes each, of RoPE 2 x 16 bytes.
+    static constexpr int kTiles = Record::kDimQK / kTileDims;
+    static constexpr int kDataTiles = Record::kNopeDims / kTileDims;
+    static constexpr int kTilesPerScale = Record::kScaleGroup / kTileDims;
+    static_assert(kTiles == kDataTiles + 1 && Record::kRopeDims == kTileDims);
+    // A block is handed over in two parts: the scores of the first tiles begin while the others are still being filled.
+    static constexpr int kFirstTiles = 4;
+
+    // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
+    // swizzled. When the last block has been multiplied, both are free to receive the partial results of the peers:
+    // [split][unit][half][thread] of 16 bytes, up to 45 units (the maximum over splits of splits * ceil(32 / splits)).
+    static constexpr int kTileBytes = 64 * 128;
+    static constexpr int kStages = 2;
+    static constexpr int kStageBytes = kTiles * kTileBytes;
+    static constexpr int kQueryOffset = 0;
+    static constexpr int kKeyOffset = kTiles * kTileBytes;
+    // Weights of a block, as A fragments, [stage][16 keys][thread] of 16 bytes. Where RoPE is no part of V, its place is free
+    // as soon as the scores are there.
+    static constexpr int kWeightBytes = kHeads * kKeys * 2;
+    static constexpr int kWeightStageBytes = Record::kRopeInV ? kWeightBytes : kStageBytes;
+    static constexpr int kWeightOffset = kKeyOffset + (Record::kRopeInV ? kStages * kStageBytes : kDataTiles * kTileBytes);
+    static_assert(kWeightBytes == kTileBytes);
+    static constexpr int kFactorOffset = kKeyOffset + kStages * kStageBytes + (Record::kRopeInV ? kStages * kWeightBytes : 0);   // [stage][head]
+    static constexpr int kRowSumOffset = kFactorOffset + kStages * kHeads * 4;   // [head] {shift, sum}
+    static constexpr int kMaskOffset = kRowSumOffset + kHeads * 8;               // [stage][key], see producer.cuh
+    static constexpr int kSinkOffset = kMaskOffset + kStages * kKeys * 4;    // [head], base 2
+    static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;          // [head][split], base 2
+    static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // [batch % 2][warp][lane], see producer.cuh
+    static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
+    static constexpr int kFullOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // barriers: [stage][part]
+    static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                   // [stage]
+    static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                 // [stage]
+    static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
+    static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
+    static constexpr int kSharedBytes = kPartialBarrierOffset + 8;
+    static_assert(kSharedBytes <= 227 * 1024);
+
+    static constexpr int kUnits = Record::kDimV / kUnitDims;
+    static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
+    static_assert(kUnits == 32 && 45 * kUnitBytes <= kFactorOffset);
+    // Of one split alone: rows of bf16 on their way out, per consumer warpgroup; padded so that 8 rows lie in different banks.
+    static constexpr int kOutPitch = kValueDims * 2 + 16;
+    static_assert(2 * kHeads * kOutPitch <= kFactorOffset);
+};
+
+}  // namespace flash_mla::sm90::head64

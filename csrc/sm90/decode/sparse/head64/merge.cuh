@@ -1,0 +1,213 @@
+// From accumulators to results. The splits of a head tile are a cluster and merge by a reduce-scatter through distributed
+// shared memory: they tell each other their log-sum-exp, so each knows what its partial result counts, and sends it
+// weighted. Every CTA owns some units (16 dims of all heads): unit u belongs to rank u % splits. The owner adds up what it
+// got, in the order of the splits, and writes it. One split alone writes from its registers.
+//
+// By the consumers: `thread` 0..127 of warpgroup `half`, which has dims 256 half .. + 255.
+#pragma once
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/decode/sparse/head64/consumer.cuh"
+
+namespace flash_mla::sm90::head64 {
+
+struct SplitsOfTile {
+    int rank, count;
+    uint32_t magic;   // of SparseDecodeParams::splits_magic
+    __device__ __forceinline__ int local(int unit) const { return static_cast<int>(unit * magic >> 16); }
+    __device__ __forceinline__ int owner(int unit) const { return unit - local(unit) * count; }
+    template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
+    template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
+    // Where unit number `local` of an owner lies when it comes from split `from`, from the start of its shared memory.
+    template <class C> __device__ __forceinline__ int incoming_offset(int from, int local) const {
+        return (from * units_per_owner<C>() + local) * C::kUnitBytes;
+    }
+};
+
+// By one thread, before the CTA first arrives at the barrier of the cluster.
+template <class C>
+__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits) {
+    ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
+    ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * C::kHeads * 4);
+    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
+}
+
+// Where a CTA's results go: of its first head, of which `heads` exist.
+struct OutputTile {
+    uint16_t* out;
+    uint32_t out_stride;
+    float* lse;
+    uint32_t lse_stride;
+    int heads;
+    bool aligned16, aligned4;
+
+    __device__ __forceinline__ uint16_t* row(int head) const { return out + static_cast<uint64_t>(head) * out_stride; }
+    __device__ __forceinline__ void write_pair(int head, int dim, uint32_t pair) const {
+        uint16_t* to = row(head) + dim;
+        if (aligned4) *reinterpret_cast<uint32_t*>(to) = pair;
+        else to[0] = static_cast<uint16_t>(pair), to[1] = static_cast<uint16_t>(pair >> 16);
+    }
+    // base 2, -inf without keys; to the natural logarithm, +inf without keys
+    __device__ __forceinline__ void write_lse(int head, float lse2) const {
+        lse[static_cast<uint64_t>(head) * lse_stride] = lse2 == -INFINITY ? INFINITY : lse2 * 0.69314718f;
+    }
+};
+
+// What the sink leaves of a head with this lse: both base 2. Without keys (lse -inf): 0.
+__device__ __forceinline__ float sink_factor(float sink, float lse) {
+    return lse == -INFINITY ? 0.f : __fdividef(1.f, 1.f + ptx::ex2_ftz(sink - lse));
+}
+
+// The rows of a thread.
+__device__ __forceinline__ int head_of(int thread, int r) { return thread / 32 * 16 + thread % 32 / 4 + 8 * r; }
+
+// One split: normalize and write. Through shared memory, where nobody reads Q and the keys any more, so that rows are written in
+// one piece; each warp has its own rows.
+template <class C>
+__device__ __forceinline__ void write_alone(const Accumulators<C>& out, const RowSums& rows, const OutputTile& tile, uint32_t shared,
+                                            int half, int thread) {
+    const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int head = head_of(thread, r);
+        const float lse = rows.lse(r);
+        // Divided after the sum is known not to be 0; NaN stays NaN.
+        factor[r] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head), lse);
+        if (rows.sum[r] != 0.f) factor[r] = __fdividef(factor[r], rows.sum[r]);
+        if (half == 0 && t == 0 && head < tile.heads) tile.write_lse(head, lse);
+    }
+    const uint32_t warp_at = shared + (half * C::kHeads + 16 * warp) * C::kOutPitch;
+#pragma unroll
+    for (int n = 0; n < C::kValueDims / 8; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const uint32_t pair = ptx::cvt_bf16x2_f32(element(out, 4 * n + 2 * r) * factor[r], element(out, 4 * n + 2 * r + 1) * factor[r]);
+            ptx::st_shared_u32(warp_at + (g + 8 * r) * C::kOutPitch + 16 * n + 4 * t, pair);
+        }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+        const int head = 16 * warp + i;
+        if (head >= tile.heads) break;
+        const uint32_t from = warp_at + i * C::kOutPitch;
+        if (tile.aligned16) {
+            const uint4 v = ptx::ld_shared_v4(from + 16 * lane);
+            *reinterpret_cast<uint4*>(tile.row(head) + C::kValueDims * half + 8 * lane) = v;
+        } else {
+#pragma unroll
+            for (int j = 0; j < C::kValueDims / 64; ++j) {
+                tile.write_pair(head, C::kValueDims * half + 64 * j + 2 * lane, ptx::ld_shared_u32(from + 128 * j + 4 * lane));
+            }
+        }
+    }
+}
+
+// The split's log-sum-exp of every head, to every CTA of the cluster. By one warpgroup.
+template <class C>
+__device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared, SplitsOfTile splits, int thread) {
+    const int t = thread % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float lse = rows.lse(r);
+        for (int peer = t; peer < splits.count; peer += 4) {
+            const uint32_t at = shared + C::kPeerLseOffset + 4 * (head_of(thread, r) * kMaxSplits + splits.rank);
+            if (peer == splits.rank) ptx::st_shared_f32(at, lse);
+            else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
+        }
+    }
+}
+
+// The log-sum-exp of the thread's row over all splits: base 2, -inf without keys. The lanes of a quad take every fourth.
+template <class C>
+__device__ __forceinline__ float lse_of_all(uint32_t shared, SplitsOfTile splits, int thread, int r) {
+    const uint32_t of_head = shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of(thread, r);
+    float peer[kMaxSplits / 4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 4; ++i) {
+        const int from = thread % 4 + 4 * i;
+        peer[i] = from < splits.count ? ptx::ld_shared_f32(of_head + 4 * from) : -INFINITY;
+        largest = fmaxf(largest, peer[i]);
+    }
+    largest = quad_max(largest);
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 4; ++i) total += ptx::ex2_ftz(peer[i] - largest);
+    total = quad_sum(total);
+    return total == 0.f ? -INFINITY : largest + ptx::lg2(total);
+}
+
+// Each thread stores 16 bytes for each 8 dims: two dims of its two rows.
+template <class C>
+__device__ __forceinline__ void send_partial(const Accumulators<C>& out, const float (&weight)[2], uint32_t shared,
+                                             SplitsOfTile splits, int half, int thread) {
+#pragma unroll
+    for (int u = 0; u < C::kValueDims / kUnitDims; ++u) {
+        const int unit = half * (C::kUnits / 2) + u, owner = splits.owner(unit);
+        const uint32_t at = shared + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * thread;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float* d = &element(out, 8 * u + 4 * i);
+            const float4 v = make_float4(d[0] * weight[0], d[1] * weight[0], d[2] * weight[1], d[3] * weight[1]);
+            const uint32_t to = at + i * (C::kUnitBytes / 2);
+            if (owner == splits.rank) {
+                ptx::st_shared_v4(to, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+            } else {
+                ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
+            }
+        }
+    }
+}
+
+// Adds up the CTA's own units: warpgroup `half` takes the half of each unit, each thread its own rows.
+template <class C>
+__device__ __forceinline__ void write_units(const float (&factor)[2], const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
+                                            int half, int thread) {
+    const uint32_t stride = splits.incoming_offset<C>(1, 0);
+    for (int local = 0; local < splits.own_units<C>(); ++local) {
+        const uint32_t incoming = shared + splits.incoming_offset<C>(0, local) + half * (C::kUnitBytes / 2) + 16 * thread;
+        float x[4] = {};
+#pragma unroll 4
+        for (int s = 0; s < splits.count; ++s) {
+            const uint4 v = ptx::ld_shared_v4(incoming + s * stride);
+            x[0] += __uint_as_float(v.x), x[1] += __uint_as_float(v.y), x[2] += __uint_as_float(v.z), x[3] += __uint_as_float(v.w);
+        }
+        const int dim = (local * splits.count + splits.rank) * kUnitDims + 8 * half + 2 * (thread % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int head = head_of(thread, r);
+            if (head < tile.heads) tile.write_pair(head, dim, ptx::cvt_bf16x2_f32(x[2 * r] * factor[r], x[2 * r + 1] * factor[r]));
+        }
+    }
+}
+
+// By all consumers, after the last block.
+template <class C>
+__device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums& rows, const OutputTile& tile, uint32_t shared,
+                                      SplitsOfTile splits, int half, int thread) {
+    ptx::barrier_cluster_wait();   // all CTAs have begun
+    if (half == 0) publish_lse<C>(rows, shared, splits, thread);
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store
+    ptx::barrier_cluster_arrive_relaxed();
+    ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
+    float weight[2], factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int head = head_of(thread, r);
+        const float lse = lse_of_all<C>(shared, splits, thread, r);
+        // 2^(own shift - all): the split's own sum cancels.
+        weight[r] = rows.sum[r] == 0.f ? 0.f : ptx::ex2(rows.shift[r] - lse);
+        factor[r] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head), lse);
+        if (splits.rank == 0 && half == 0 && thread % 4 == 0 && head < tile.heads) tile.write_lse(head, lse);
+    }
+    ptx::barrier_cluster_wait();   // in no CTA
+    send_partial<C>(out, weight, shared, splits, half, thread);
+    ptx::mbarrier_wait(shared + C::kPartialBarrierOffset, 0);
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // own units came by ordinary stores
+    write_units<C>(factor, tile, shared, splits, half, thread);
+}
+
+}  // namespace flash_mla::sm90::head64

@@ -47,6 +47,7 @@ FIELDS = (
     "heads",
     "pad_to",  # head rows of our call where it is padded as FlashMLA's is
     "width",
+    "s_q",
     "calls",  # per graph
     "plan",  # of our call
     "ours_us",
@@ -109,6 +110,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="V4: keys beside the window of 128 (default: 0 64 512); V3.2: all keys (default: 2048)",
     )
     parser.add_argument(
+        "--s-q",
+        type=int,
+        default=None,
+        help="tokens of a request, a divisor of all token counts (default: V4 1; V3.2 all of them, as in vLLM)",
+    )
+    parser.add_argument(
         "--pad-to",
         type=int,
         default=None,
@@ -146,17 +153,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def default_name(arguments: argparse.Namespace) -> str:
     parts = ["sparse_decode", arguments.record]
     parts += [f"pad{arguments.pad_to}"] if arguments.pad_to else []
+    parts += [f"s_q{arguments.s_q}"] if arguments.s_q else []
     parts += [] if max(arguments.heads) <= 16 else ["h" + "_".join(map(str, arguments.heads))]
     parts += ["quick"] if arguments.quick else []
     return "_".join(parts)
 
 
 def shapes(arguments: argparse.Namespace) -> list[Shape]:
-    """Every configuration of this run. V3.2 comes as one request of several tokens, as in vLLM."""
+    """Every configuration of this run."""
     all_points = itertools.product(arguments.topk, arguments.heads, arguments.tokens)
     if arguments.record == "v32":
-        return [Shape(tokens, heads, topk, one_request=True) for topk, heads, tokens in all_points]
-    return [Shape(tokens, heads, WINDOW, topk) for topk, heads, tokens in all_points]
+        return [
+            Shape(tokens, heads, topk, s_q=arguments.s_q or tokens)
+            for topk, heads, tokens in all_points
+        ]
+    return [
+        Shape(tokens, heads, WINDOW, topk, s_q=arguments.s_q or 1)
+        for topk, heads, tokens in all_points
+    ]
 
 
 def run(arguments: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
@@ -196,6 +210,7 @@ def measure(
         heads=shape.heads,
         pad_to=arguments.pad_to,
         width=shape.width,
+        s_q=shape.s_q,
     )
     row.update(calls=calls_per_graph(key_bytes))
 

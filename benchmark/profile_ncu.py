@@ -104,7 +104,7 @@ def profiled_call(arguments: argparse.Namespace) -> None:
     tokens, width, heads = map(int, arguments.configs[0].split("x"))
     shape = Shape.of_width(tokens, heads, width)
     if arguments.record == "v32":
-        shape = Shape(tokens, heads, width, one_request=True)
+        shape = Shape(tokens, heads, width, s_q=tokens)
     api, rows = flash_mla, arguments.pad_to or heads
     if arguments.api == "flashmla":
         api, rows = flashmla.load(arguments.peer), flashmla.head_rows(rows)

@@ -31,14 +31,14 @@ _SLOTS_DRAWN = 1 << 23  # random indices, shared by all calls
 class Shape:
     """One configuration: how many tokens and real heads, keys of the main and the extra cache.
 
-    `one_request`: q is [1, tokens, ...] as vLLM's V3.2 path has it, else [tokens, 1, ...].
+    `s_q` tokens make a request: q is [tokens / s_q, s_q, ...]. vLLM's V3.2 path has one request of all tokens.
     """
 
     tokens: int
     heads: int
     main: int
     extra: int = 0
-    one_request: bool = False
+    s_q: int = 1
 
     @property
     def width(self) -> int:
@@ -47,7 +47,9 @@ class Shape:
     @property
     def batch(self) -> tuple[int, int]:
         """(b, s_q)."""
-        return (1, self.tokens) if self.one_request else (self.tokens, 1)
+        if self.tokens % self.s_q:
+            raise ValueError(f"s_q: got {self.s_q}; takes a divisor of the {self.tokens} tokens")
+        return self.tokens // self.s_q, self.s_q
 
     @classmethod
     def of_width(cls, tokens: int, heads: int, width: int) -> Shape:

@@ -12,6 +12,7 @@
 // choice loses to the best.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -37,54 +38,100 @@ inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
            in_gpc(small * ctas_per_sm - (ctas_per_sm - 1)) + (splits <= 2 ? in_gpc(rest * ctas_per_sm) : 0);
 }
 
-// Head tiles that are worth planning for. 64 and 128 rows are what FlashMLA's callers pad 8 or 16 heads to; tiles of zero
-// rows are skipped as soon as they are seen, and the host cannot look. What remains is one tile (up to 15 real heads) or
-// two (16: a tile of zeros, which the skipped ones take their result from), so these two count as two; any other number is
-// taken at its word.
-inline int expected_tiles(int heads, int head_tile) {
-    if (heads <= 16) return (heads + head_tile - 1) / head_tile;
-    return heads == 64 || heads == 128 ? 3 : (heads + head_tile - 1) / head_tile + 1;
+// How a number of clusters of `splits` CTAs comes to run.
+struct Waves {
+    double count, ctas_an_sm;   // the SMs' load in a full wave; count is infinite if not even one cluster fits
+};
+
+inline Waves waves_of(int64_t clusters, int splits, int ctas_per_sm, int num_sms) {
+    const int64_t at_once = splits == 1 ? int64_t{num_sms} * ctas_per_sm : concurrent_clusters(splits, ctas_per_sm, num_sms);
+    if (at_once == 0) return {std::numeric_limits<double>::infinity(), 0.0};
+    return {static_cast<double>((clusters + at_once - 1) / at_once),
+            static_cast<double>(std::min(clusters, at_once) * splits) / num_sms};
 }
 
-// Estimated microseconds of a call with this plan.
-inline double estimate_us(const Plan& plan, int64_t tokens, int64_t width, int heads, int num_sms) {
-    const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;   // heads in two groups of 8, or one
-    const int ctas_per_sm = 64 / plan.block_keys, groups_per_block = plan.block_keys / 16;
+// Groups of 16 keys in the longest split.
+inline int64_t groups_of_split(int64_t width, int splits) {
     const int64_t groups = std::max<int64_t>(1, (width + 15) / 16);
-    const int64_t groups_of_split = (groups + plan.splits - 1) / plan.splits;
-    const int64_t blocks = (groups_of_split + groups_per_block - 1) / groups_per_block;
-    const int64_t clusters = tokens * expected_tiles(heads, plan.head_tile);
-    const int64_t at_once = plan.splits == 1 ? int64_t{num_sms} * ctas_per_sm : concurrent_clusters(plan.splits, ctas_per_sm, num_sms);
-    if (at_once == 0) return std::numeric_limits<double>::infinity();
-    const double waves = static_cast<double>((clusters + at_once - 1) / at_once);
-    const double ctas_an_sm = static_cast<double>(std::min(clusters, at_once) * plan.splits) / num_sms;
+    return (groups + splits - 1) / splits;
+}
 
-    const double start = 2.7 + 0.95 * ctas_an_sm + (large_blocks ? 0.69 : 0.0) + (wide ? (large_blocks ? 0.22 : 1.2) : 0.0);
+// Estimated microseconds of `clusters` tiles of 8 or 16 rows.
+inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms, double restart = 2.9) {
+    const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
+    const int64_t groups = groups_of_split(width, plan.splits), in_block = plan.block_keys / 16;
+    const Waves waves = waves_of(clusters, plan.splits, 64 / plan.block_keys, num_sms);
+    const double start = 2.7 + 0.95 * waves.ctas_an_sm + (large_blocks ? 0.69 : 0.0) + (wide ? (large_blocks ? 0.22 : 1.2) : 0.0);
     const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.11 : 0.065) * plan.splits;
     // A block has its latency, longer the more CTAs share the SM, and its bytes their time at the SM's share of the
     // memory's bandwidth.
-    const double block = (large_blocks ? (wide ? 3.59 : 1.51) : (wide ? 2.12 : 1.13)) + (large_blocks ? 0.52 : 0.26) * ctas_an_sm;
-    const double memory = 0.006 * ctas_an_sm * static_cast<double>(groups_of_split * 16);
-    return start + merge + waves * (static_cast<double>(blocks) * block + memory) + (waves - 1) * 2.9;
+    const double block = (large_blocks ? (wide ? 3.59 : 1.51) : (wide ? 2.12 : 1.13)) + (large_blocks ? 0.52 : 0.26) * waves.ctas_an_sm;
+    const double memory = 0.006 * waves.ctas_an_sm * static_cast<double>(groups * 16);
+    return start + merge + waves.count * (static_cast<double>((groups + in_block - 1) / in_block) * block + memory) +
+           (waves.count - 1) * restart;
+}
+
+// The same of tiles of 64 rows, a CTA an SM, whose blocks take so long that memory does not count.
+inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
+    const int64_t blocks = (groups_of_split(width, plan.splits) + 3) / 4;
+    const Waves waves = waves_of(clusters, plan.splits, 1, num_sms);
+    const double merge = plan.splits == 1 ? 0.0 : 2.4 + 0.2 * plan.splits;
+    return 5.2 + 0.5 * waves.ctas_an_sm + merge + waves.count * static_cast<double>(blocks) * 2.7 + (waves.count - 1) * 1.5;
+}
+
+// The cheapest of the plans that a head tile offers, by a function that estimates one.
+struct Choice {
+    Plan plan;
+    double us = std::numeric_limits<double>::infinity();
+};
+
+template <class Estimate>
+void choose_splits(Choice& best, int head_tile, int block_keys, Estimate estimate) {
+    for (int splits = 1; splits <= kMaxSplits; ++splits) {
+        const Plan plan{head_tile, splits, block_keys};
+        const double us = estimate(plan);
+        if (us < best.us) best = {plan, us};
+    }
+}
+
+// Up to 16 heads: two tiles of 8 rows beside each other, or one of 16.
+inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
+    Choice best{{8, 1, 32}};
+    for (int head_tile : {8, 16}) {
+        if (head_tile == 16 && heads <= 8) continue;
+        const int64_t tiles = (heads + head_tile - 1) / head_tile;
+        for (int block_keys : {32, 64}) {
+            choose_splits(best, head_tile, block_keys, [&](const Plan& plan) { return small_tiles_us(plan, tokens * tiles, width, num_sms); });
+        }
+    }
+    return best.plan;
+}
+
+// More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64 or 128, others have as many,
+// and the host cannot look at q. So for these two numbers an estimate is the mean (geometric, with twice the weight on padded calls)
+// of the two cases, and a choice that would make real heads wait much longer than tiles of 64 rows is not taken.
+inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
+    Choice large{{64, 1, 64}};
+    choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * ((heads + 63) / 64), width, num_sms); });
+    Choice best = large;
+    const int64_t tiles = (heads + 7) / 8 + 1;   // and the cluster of the zero row
+    for (int block_keys : {32, 64}) {
+        choose_splits(best, 8, block_keys, [&](const Plan& plan) {
+            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, 1.5) + 1.0;
+            if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
+            if (heads != 64 && heads != 128) return real;
+            const double padded = small_tiles_us(plan, tokens * 3, width, num_sms, 1.5) + 1.3;   // two tiles and the zero row's
+            return std::cbrt(padded * padded * real);
+        });
+    }
+    return best.plan;
 }
 
 // One split, and nothing that depends on the other tokens of the call.
-inline Plan batch_invariant_plan(int heads) { return {heads <= 8 ? 8 : 16, 1, 64}; }
+inline Plan batch_invariant_plan(int heads) { return {heads <= 8 ? 8 : heads <= 16 ? 16 : 64, 1, 64}; }
 
 inline Plan make_plan(int64_t tokens, int64_t width, int heads, int num_sms) {
-    Plan best{8, 1, 32};
-    double best_us = std::numeric_limits<double>::infinity();
-    for (int head_tile : {8, 16}) {
-        if (head_tile > 8 && (heads <= 8 || heads > 16)) continue;   // beyond 16 heads only tiles of 8 skip zero rows
-        for (int block_keys : {32, 64}) {
-            for (int splits = 1; splits <= kMaxSplits; ++splits) {
-                const Plan plan{head_tile, splits, block_keys};
-                const double us = estimate_us(plan, tokens, width, heads, num_sms);
-                if (us < best_us) best = plan, best_us = us;
-            }
-        }
-    }
-    return best;
+    return heads <= 16 ? plan_few_heads(tokens, width, heads, num_sms) : plan_many_heads(tokens, width, heads, num_sms);
 }
 
 }  // namespace flash_mla

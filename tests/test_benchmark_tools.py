@@ -138,7 +138,7 @@ def test_padding_is_zero_rows_with_no_sink(workload):
 def test_v32_calls_come_as_one_request_without_a_sink():
     workload = Workload("v32", pool_bytes=16 << 20, device="cpu")
     api = ReferenceApi()
-    out, lse = workload.call(api, Shape(3, 8, 192, one_request=True), 8)(0)
+    out, lse = workload.call(api, Shape(3, 8, 192, s_q=3), 8)(0)
     assert out.shape == (1, 3, 8, 512) and lse.shape == (1, 8, 3)
     assert api.calls[0]["attn_sink"] is None and api.calls[0]["extra_k_cache"] is None
 

@@ -1,4 +1,4 @@
-// The 16-row head tile: compile-time shape of a CTA and its shared memory. See docs/sparse_decode.md.
+// Head tiles of 8 and 16 rows: compile-time shape of a CTA and its shared memory. See docs/sparse_decode.md.
 #pragma once
 #include <algorithm>
 

@@ -17,7 +17,9 @@ from flash_mla.testing import (
 
 pytestmark = pytest.mark.gpu
 
-PLANS = [None, (1, 32), (1, 64), (3, 32), (16, 32), (16, 64)]
+# (head tile, splits, block keys); None: the library's choice.
+PLANS = [None, (16, 1, 32), (16, 1, 64), (16, 3, 32), (16, 16, 32), (16, 16, 64)]
+PLANS += [(64, 1, 64), (64, 3, 64), (64, 16, 64)]
 
 
 def check_with_every_plan(case):
@@ -27,7 +29,7 @@ def check_with_every_plan(case):
     for plan in PLANS:
         meta = flash_mla.FlashMLASchedMeta()
         if plan is not None:
-            meta = meta.force_plan(head_tile=16, splits=plan[0], block_keys=plan[1])
+            meta = meta.force_plan(head_tile=plan[0], splits=plan[1], block_keys=plan[2])
         assert_close_flashmla(*case.run(meta), *reference)
 
 

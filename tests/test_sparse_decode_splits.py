@@ -9,36 +9,36 @@ from flash_mla.testing import assert_close_flashmla, make_case
 pytestmark = pytest.mark.gpu
 
 SPLITS = range(1, 17)
-BLOCK_KEYS = (32, 64)
+TILES = [(16, 32), (16, 64), (64, 64)]  # head tile, block keys
 
 
-def forced(splits, block_keys):
+def forced(splits, head_tile, block_keys):
     return flash_mla.FlashMLASchedMeta().force_plan(
-        head_tile=16, splits=splits, block_keys=block_keys
+        head_tile=head_tile, splits=splits, block_keys=block_keys
     )
 
 
-@pytest.mark.parametrize("h_q", [8, 16, 40])
+@pytest.mark.parametrize("h_q", [8, 16, 40, 128])
 @pytest.mark.parametrize("topk, extra_topk", [(1, 0), (70, 0), (128, 512), (1000, 333)])
 def test_forced_splits_agree(record, h_q, topk, extra_topk, device):
-    """Splits without a single key are among them: 16 of one key."""
+    """Both tiles, with any splits. Splits without a single key are among them: 16 of one key."""
     case = make_case(
         3, 2, h_q, topk, extra_topk, record=record, device=device, sinks=True, invalid_fraction=0.1
     )
     reference = case.reference()
     first = None
-    for block_keys in BLOCK_KEYS:
+    for tile in TILES:
         for splits in SPLITS:
-            meta = forced(splits, block_keys)
+            meta = forced(splits, *tile)
             result = case.run(meta)
-            assert (meta.plan.splits, meta.plan.block_keys) == (splits, block_keys)
+            assert (meta.plan.splits, meta.plan.head_tile, meta.plan.block_keys) == (splits, *tile)
             assert_close_flashmla(*result, *reference)
             first = first or result
             assert_close_flashmla(*result, *first)
 
 
-@pytest.mark.parametrize("block_keys", BLOCK_KEYS)
-def test_forced_splits_with_any_lengths(record, block_keys, device):
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_forced_splits_with_any_lengths(record, tile, device):
     """Tokens whose keys end before a split's range begins, in either cache: no CTA waits for ever."""
     lengths = [0, 0, 300, 300, 1, 17, 150, 300, 33]
     extra_lengths = [0, 200, 0, 200, 1, 0, 64, 199, 5]
@@ -47,7 +47,7 @@ def test_forced_splits_with_any_lengths(record, block_keys, device):
     )
     reference = case.reference()
     for splits in SPLITS:
-        assert_close_flashmla(*case.run(forced(splits, block_keys)), *reference)
+        assert_close_flashmla(*case.run(forced(splits, *tile)), *reference)
 
 
 def test_every_split_count_that_the_plan_chooses(record, device):

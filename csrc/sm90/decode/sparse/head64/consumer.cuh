@@ -63,6 +63,16 @@ __device__ __forceinline__ void rescale(float (&out)[2][kCount], const float (&f
     for (int n = 0; n < kCount; ++n) out[0][n] *= factor[n / 2 % 2], out[1][n] *= factor[n / 2 % 2];
 }
 
+// Rows without a key become 0: scores that are no numbers may have spoilt them.
+template <int kCount>
+__device__ __forceinline__ void clear_rows_without_keys(float (&out)[2][kCount], const RowSums& rows) {
+    if (!__any_sync(0xffffffffu, rows.sum[0] == 0.f || rows.sum[1] == 0.f)) return;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+        if (rows.sum[n / 2 % 2] == 0.f) out[0][n] = out[1][n] = 0.f;
+    }
+}
+
 // A consumer's place in shared memory; `thread` is that of the warpgroup.
 template <class C>
 struct Consumer {
@@ -125,6 +135,7 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         ptx::st_shared_f32x2(self.row_sum(1), {rows.shift[1], rows.sum[1]});
     }
     ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
+    clear_rows_without_keys(out, rows);
 }
 
 template <class C>
@@ -155,6 +166,7 @@ __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>&
         const float2 row = ptx::ld_shared_f32x2(self.row_sum(r));
         rows.shift[r] = row.x, rows.sum[r] = row.y;
     }
+    clear_rows_without_keys(out, rows);
 }
 
 }  // namespace flash_mla::sm90::head64

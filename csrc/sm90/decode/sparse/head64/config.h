@@ -22,8 +22,8 @@ struct Config {
     // dequantize.
     static constexpr int kConsumers = 2 * kWarpgroup, kProducers = 2 * kWarpgroup;
     static constexpr int kThreads = kConsumers + kProducers;
-    static constexpr int kScorerRegisters = 192, kFollowerRegisters = 176, kProducerRegisters = 72;
-    static_assert(kWarpgroup * (kScorerRegisters + kFollowerRegisters) + kProducers * kProducerRegisters <= 65536);
+    static constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
+    static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536);
     static constexpr int kValueDims = Record::kDimV / 2;        // of a consumer warpgroup
     static constexpr int kKeysPerWarp = kKeys / (kProducers / 32);   // 8: four lanes a key
 

@@ -134,12 +134,10 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         ptx::st_shared_f32x2(self.row_sum(0), {rows.shift[0], rows.sum[0]});
         ptx::st_shared_f32x2(self.row_sum(1), {rows.shift[1], rows.sum[1]});
     }
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
-    clear_rows_without_keys(out, rows);
 }
 
 template <class C>
-__device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>& out, RowSums& rows, int blocks) {
+__device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>& out, int blocks) {
     uint32_t weights[16];
     clear(out);
 #pragma unroll 1
@@ -160,6 +158,11 @@ __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>&
         ptx::pin(weights), pin(out);
         self.accumulate(out, weights, stage);
     }
+}
+
+// After the last block, by both: the follower learns the scorer's sums, and nobody reads Q and the keys any more.
+template <class C>
+__device__ __forceinline__ void share_row_sums(const Consumer<C>& self, Accumulators<C>& out, RowSums& rows) {
     ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -56,7 +56,8 @@ struct Config {
     static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;          // [head][split], base 2
     static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // [batch % 2][warp][lane], see producer.cuh
     static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
-    static constexpr int kFullOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // barriers: [stage][part]
+    static constexpr int kScalesOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // [key], as in the record
+    static constexpr int kFullOffset = kScalesOffset + kKeys * Record::kScaleBytes;     // barriers: [stage][part]
     static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                   // [stage]
     static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                 // [stage]
     static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;

@@ -104,7 +104,6 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     using Record = typename C::Record;
     using Finder = KeyFinder<C>;
     uint4 data[C::kDataTiles];
-    Scales<Record> scales, next_scales;
 #pragma unroll
     for (int j = 0; j < C::kDataTiles; ++j) data[j] = make_uint4(0, 0, 0, 0);
     int32_t slot = Finder::load_slot(p, keys, 1, warp, lane);
@@ -113,7 +112,13 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
     const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
     unrolled<0, C::kDataTiles>(load_tile);
-    next_scales.load(found.row, found.scales_from_row, found.row, lane);
+    // Scales take the way through shared memory, one lane's work a key.
+    const auto fetch_scales = [&](int key) {
+        const uint8_t* from = found.row ? found.row + found.scales_from_row : p.source[0].blocks;   // some address that exists
+        if (lane % 4 == 0) ptx::cp_async<Record::kScaleBytes>(shared + C::kScalesOffset + Record::kScaleBytes * key, from, found.row);
+        ptx::cp_async_commit();
+    };
+    fetch_scales(C::kKeysPerWarp * warp + lane / 4);
     Finder::prefetch(shared, 1, warp, lane);
 
 #pragma unroll 1
@@ -129,8 +134,13 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         // RoPE needs no conversion. What is no key must be zeros, as its bytes might be NaN.
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            ptx::cp_async16((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
+            ptx::cp_async<16>((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
         }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<1>();   // not for RoPE, but for the scales, fetched a block ahead
+        __syncwarp();
+        Scales<Record> scales;
+        scales.load(shared + C::kScalesOffset + Record::kScaleBytes * at.key, lane);
         uint32_t nan = 0;
         const auto convert_tile = [&]<bool kWide>(auto j, std::bool_constant<kWide>) {
             const uint32_t factor = scales.template of_tile<kWide>(j.value, valid);
@@ -139,11 +149,9 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             spread(raw.x, r[0], r[1]), spread(raw.y, r[2], r[3]), spread(raw.z, r[4], r[5]), spread(raw.w, r[6], r[7]);
 #pragma unroll
             for (int n = 0; n < 8; ++n) r[n] = Scales<Record>::template apply<kWide>(factor, r[n]);
-            ptx::st_shared_v4(to + j.value * C::kTileBytes, r[0], r[1], r[2], r[3]);
-            ptx::st_shared_v4(to_second + j.value * C::kTileBytes, r[4], r[5], r[6], r[7]);
+            ptx::st_shared_v4_twice(to + j.value * C::kTileBytes, to_second + j.value * C::kTileBytes, r);
             nan |= has_nan(raw.x) | has_nan(raw.y) | has_nan(raw.z) | has_nan(raw.w);
         };
-        scales.take(next_scales);
         const bool wide = __any_sync(0xffffffffu, scales.is_wide());
         if (wide) scales.template prepare<true>();
         else scales.template prepare<false>();
@@ -159,7 +167,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         convert(std::integer_sequence<int, 0, C::kFirstTiles>());
         // Loads come before the fence: behind it, ptxas puts them off for long.
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
-        next_scales.load(found.row, found.scales_from_row, found.row, lane);
+        fetch_scales(at.key);   // every lane has had those of this block: __any_sync above
         unrolled<0, C::kFirstTiles>(load_tile);
         hand_over(full);
         convert(std::integer_sequence<int, C::kFirstTiles, C::kDataTiles>());
@@ -169,7 +177,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             const float mask = !valid ? -INFINITY : nan_lanes ? __int_as_float(0x7fffffff) : 0.f;
             ptx::st_shared_f32(shared + C::kMaskOffset + 4 * (C::kKeys * stage + at.key), mask);
         }
-        ptx::cp_async_wait_all();
+        ptx::cp_async_wait<1>();   // RoPE; not the next scales
         hand_over(full + 8);
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
         unrolled<C::kFirstTiles, C::kDataTiles>(load_tile);

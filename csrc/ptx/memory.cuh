@@ -109,14 +109,6 @@ __device__ __forceinline__ void st_shared_v4(uint32_t address, uint32_t a, uint3
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// 16 bytes to each of two places. As one statement: ptxas then keeps all eight registers apart, and the first four need not
-// have been read before the others are computed.
-__device__ __forceinline__ void st_shared_v4_twice(uint32_t a, uint32_t b, const uint32_t (&r)[8]) {
-    asm volatile("st.shared.v4.u32 [%0], {%2,%3,%4,%5};\n st.shared.v4.u32 [%1], {%6,%7,%8,%9};" ::"r"(a), "r"(b), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3]), "r"(r[4]), "r"(r[5]), "r"(r[6]), "r"(r[7])
-                 : "memory");
-}
-
 // Four 8x8 matrices of 16-bit elements, each as a D fragment: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])

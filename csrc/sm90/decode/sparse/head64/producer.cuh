@@ -149,7 +149,8 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             spread(raw.x, r[0], r[1]), spread(raw.y, r[2], r[3]), spread(raw.z, r[4], r[5]), spread(raw.w, r[6], r[7]);
 #pragma unroll
             for (int n = 0; n < 8; ++n) r[n] = Scales<Record>::template apply<kWide>(factor, r[n]);
-            ptx::st_shared_v4_twice(to + j.value * C::kTileBytes, to_second + j.value * C::kTileBytes, r);
+            ptx::st_shared_v4(to + j.value * C::kTileBytes, r[0], r[1], r[2], r[3]);
+            ptx::st_shared_v4(to_second + j.value * C::kTileBytes, r[4], r[5], r[6], r[7]);
             nan |= has_nan(raw.x) | has_nan(raw.y) | has_nan(raw.z) | has_nan(raw.w);
         };
         const bool wide = __any_sync(0xffffffffu, scales.is_wide());
@@ -165,6 +166,9 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             if (lane == 0) ptx::mbarrier_arrive(barrier);
         };
         convert(std::integer_sequence<int, 0, C::kFirstTiles>());
+        // Now, and not with the others': the bytes would have to be kept, and new ones could not take their registers.
+        uint32_t nan_lanes = __ballot_sync(0xffffffffu, nan & 0x80808080u);
+        nan = 0;
         // Loads come before the fence: behind it, ptxas puts them off for long.
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
         fetch_scales(at.key);   // every lane has had those of this block: __any_sync above
@@ -172,9 +176,9 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         hand_over(full);
         convert(std::integer_sequence<int, C::kFirstTiles, C::kDataTiles>());
         // The mask joins the scores: 0 for a key, -inf for what is none, NaN for a key with NaN among its e4m3 values.
-        const uint32_t nan_lanes = __ballot_sync(0xffffffffu, valid && (nan & 0x80808080u)) >> (lane & ~3) & 15u;
+        nan_lanes |= __ballot_sync(0xffffffffu, nan & 0x80808080u);
         if (at.t == 0) {
-            const float mask = !valid ? -INFINITY : nan_lanes ? __int_as_float(0x7fffffff) : 0.f;
+            const float mask = !valid ? -INFINITY : nan_lanes >> (lane & ~3) & 15u ? __int_as_float(0x7fffffff) : 0.f;
             ptx::st_shared_f32(shared + C::kMaskOffset + 4 * (C::kKeys * stage + at.key), mask);
         }
         ptx::cp_async_wait<1>();   // RoPE; not the next scales

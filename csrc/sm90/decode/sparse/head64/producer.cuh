@@ -190,6 +190,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
         }
     }
+    ptx::cp_async_wait<0>();   // nothing of this thread is on its way when it ends
 }
 
 }  // namespace flash_mla::sm90::head64

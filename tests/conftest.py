@@ -91,6 +91,18 @@ def record(request):
     return request.param
 
 
+@pytest.fixture(params=[None, 1], ids=["planned", "tile64"])
+def any_tile(request, monkeypatch):
+    """Runs a test as planned, then with the 64-row tile and so many splits forced upon every call without its own plan."""
+    splits = request.param
+    if splits is not None:
+
+        def get_mla_metadata(*_, **__):
+            return flash_mla.FlashMLASchedMeta().force_plan(head_tile=64, splits=splits), None
+
+        monkeypatch.setattr(flash_mla, "get_mla_metadata", get_mla_metadata)
+
+
 # ---- The record of a run -------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ SHAPES = [(1, 8, 128, 512), (5, 16, 100, 70), (40, 64, 128, 64), (150, 8, 64, 0)
 
 def capture(case, meta=None, warm_up=True):
     """A graph of one call, and the tensors that a replay writes."""
-    meta = meta or flash_mla.FlashMLASchedMeta()
+    meta = meta or flash_mla.get_mla_metadata()[0]
     if warm_up:
         side = torch.cuda.Stream(case.q.device)
         side.wait_stream(torch.cuda.current_stream(case.q.device))
@@ -55,6 +55,7 @@ def check_replays(case, graph, out, lse):
         assert_close_flashmla(out, lse, *case.reference())
 
 
+@pytest.mark.usefixtures("any_tile")
 @pytest.mark.parametrize("tokens, h_q, topk, extra_topk", SHAPES)
 def test_replay_with_other_q_indices_and_lengths(record, tokens, h_q, topk, extra_topk, device):
     case = make_case(
@@ -171,6 +172,7 @@ def test_two_streams_at_once(record, device):
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
+@pytest.mark.usefixtures("any_tile")
 def test_a_call_reads_what_the_call_before_it_wrote(device):
     """Kernels may begin before their predecessor ends, but see its results whole.
 
@@ -196,6 +198,7 @@ def test_a_call_reads_what_the_call_before_it_wrote(device):
 # ---- Repetition -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("any_tile")
 @pytest.mark.parametrize("tokens, h_q, topk, extra_topk", SHAPES)
 def test_repeated_runs_are_bit_identical(record, tokens, h_q, topk, extra_topk, device):
     case = make_case(

@@ -4,7 +4,7 @@ import pytest
 
 from flash_mla.testing import make_case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("any_tile")]
 
 
 @pytest.mark.parametrize("h_q", [1, 2, 7, 8, 9, 16, 17, 32, 64, 128])

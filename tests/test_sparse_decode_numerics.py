@@ -12,7 +12,7 @@ from flash_mla import kv_cache
 from flash_mla.kv_cache import V4, V32
 from flash_mla.testing import LSE_REL, assert_close_rownorm, make_case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("any_tile")]
 
 
 def check_rows(case, lse_abs=1e-6):

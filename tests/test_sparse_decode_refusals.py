@@ -193,6 +193,7 @@ def test_operator_takes_no_num_splits(case):
         (dict(splits=1, block_keys=48), "8, 1, 48"),
         (dict(splits=1, head_tile=32), "32, 1, 64"),
         (dict(splits=1, head_tile=64, block_keys=32), "64, 1, 32"),
+        (dict(splits=17, head_tile=64), "64, 17, 64"),
     ],
 )
 def test_forced_plans(case, plan, got):

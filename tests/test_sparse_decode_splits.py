@@ -11,8 +11,8 @@ from flash_mla.testing import assert_close_flashmla, make_case
 pytestmark = pytest.mark.gpu
 
 SPLITS = range(1, 17)
-BLOCK_KEYS = (32, 64)
-HEAD_TILES = (8, 16)
+# (head_tile, block_keys)
+TILES = [(8, 32), (8, 64), (16, 32), (16, 64), (64, 64)]
 
 
 def forced(head_tile, splits, block_keys):
@@ -25,16 +25,17 @@ def as_tuple(plan):
     return plan.head_tile, plan.splits, plan.block_keys
 
 
-@pytest.mark.parametrize("h_q", [8, 16, 40])
+@pytest.mark.parametrize("h_q", [8, 16, 40, 128])
 @pytest.mark.parametrize("topk, extra_topk", [(1, 0), (70, 0), (128, 512), (1000, 333)])
 def test_forced_splits_agree(record, h_q, topk, extra_topk, device):
-    """Splits without a single key are among them: 16 of one key."""
+    """All tiles, with any splits. Splits without a single key are among them: 16 of one key."""
     case = make_case(
         3, 2, h_q, topk, extra_topk, record=record, device=device, sinks=True, invalid_fraction=0.1
     )
     reference = case.reference()
     first = None
-    for plan in itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS):
+    for (head_tile, block_keys), splits in itertools.product(TILES, SPLITS):
+        plan = head_tile, splits, block_keys
         meta = forced(*plan)
         result = case.run(meta)
         assert as_tuple(meta.plan) == plan
@@ -43,7 +44,7 @@ def test_forced_splits_agree(record, h_q, topk, extra_topk, device):
         assert_close_flashmla(*result, *first)
 
 
-@pytest.mark.parametrize("head_tile, block_keys", itertools.product(HEAD_TILES, BLOCK_KEYS))
+@pytest.mark.parametrize("head_tile, block_keys", TILES)
 def test_forced_splits_with_any_lengths(record, head_tile, block_keys, device):
     """Tokens whose keys end before a split's range begins, in either cache: no CTA waits for ever."""
     lengths = [0, 0, 300, 300, 1, 17, 150, 300, 33]

@@ -53,25 +53,25 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* p) {
     return v;
 }
 
-// Without a branch: zeros, or the registers as they were, if not `exists`.
-__device__ __forceinline__ uint2 ld_global_v2_or_zero(const void* p, bool exists) {
-    uint2 v;
-    asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %3, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n"
-                 "@exists ld.global.v2.u32 {%0,%1}, [%2];\n}"
-                 : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(static_cast<uint32_t>(exists)));
-    return v;
-}
+// Without a branch: the registers stay as they were if not `exists`.
 template <int kOffset>
 __device__ __forceinline__ void ld_global_v4_if(uint4& v, const uint8_t* p, bool exists) {
     asm volatile("{.reg .pred exists;\n setp.ne.u32 exists, %5, 0;\n@exists ld.global.v4.u32 {%0,%1,%2,%3}, [%4+%6];\n}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(exists)), "n"(kOffset));
 }
-// 16 bytes from global to shared memory, zeros if not `exists`, without registers. cp_async_wait_all: until those of this
-// thread have come.
-__device__ __forceinline__ void cp_async16(uint32_t to, const void* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+// 8 or 16 bytes from global to shared memory, zeros if not `exists`, without registers. They are committed as groups;
+// cp_async_wait: until at most kPending of this thread's groups, the latest, are still on their way.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(uint32_t to, const void* from, bool exists) {
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(exists ? kBytes : 0), "n"(kBytes) : "memory");
+    }
 }
-__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 
 // `bytes` (a multiple of 16) that lie together to L2.
 __device__ __forceinline__ void prefetch_bulk_l2(const void* p, uint32_t bytes) {
@@ -108,6 +108,12 @@ __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
 
 __device__ __forceinline__ void st_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements, each as a D fragment: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void st_shared_v2(uint32_t address, uint2 v) {

@@ -22,8 +22,8 @@ struct Config {
     // dequantize.
     static constexpr int kConsumers = 2 * kWarpgroup, kProducers = 2 * kWarpgroup;
     static constexpr int kThreads = kConsumers + kProducers;
-    static constexpr int kScorerRegisters = 192, kFollowerRegisters = 176, kProducerRegisters = 72;
-    static_assert(kWarpgroup * (kScorerRegisters + kFollowerRegisters) + kProducers * kProducerRegisters <= 65536);
+    static constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
+    static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536);
     static constexpr int kValueDims = Record::kDimV / 2;        // of a consumer warpgroup
     static constexpr int kKeysPerWarp = kKeys / (kProducers / 32);   // 8: four lanes a key
 
@@ -32,7 +32,9 @@ struct Config {
     static constexpr int kDataTiles = Record::kNopeDims / kTileDims;
     static constexpr int kTilesPerScale = Record::kScaleGroup / kTileDims;
     static_assert(kTiles == kDataTiles + 1 && Record::kRopeDims == kTileDims);
-    // A block is handed over in two parts: the scores of the first tiles begin while the others are still being filled.
+    // A block is handed over in three parts: the first e4m3 tiles, the other ones, RoPE. The scores of a part begin while the
+    // next is still being filled.
+    static constexpr int kParts = 3;
     static constexpr int kFirstTiles = 4;
 
     // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
@@ -56,8 +58,9 @@ struct Config {
     static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;          // [head][split], base 2
     static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // [batch % 2][warp][lane], see producer.cuh
     static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
-    static constexpr int kFullOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // barriers: [stage][part]
-    static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                   // [stage]
+    static constexpr int kScalesOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // [key], as in the record
+    static constexpr int kFullOffset = kScalesOffset + kKeys * Record::kScaleBytes;     // barriers: [stage][part]
+    static constexpr int kEmptyOffset = kFullOffset + 8 * kParts * kStages;             // [stage]
     static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                 // [stage]
     static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;

@@ -63,13 +63,23 @@ __device__ __forceinline__ void rescale(float (&out)[2][kCount], const float (&f
     for (int n = 0; n < kCount; ++n) out[0][n] *= factor[n / 2 % 2], out[1][n] *= factor[n / 2 % 2];
 }
 
+// Rows without a key become 0: scores that are no numbers may have spoilt them.
+template <int kCount>
+__device__ __forceinline__ void clear_rows_without_keys(float (&out)[2][kCount], const RowSums& rows) {
+    if (!__any_sync(0xffffffffu, rows.sum[0] == 0.f || rows.sum[1] == 0.f)) return;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+        if (rows.sum[n / 2 % 2] == 0.f) out[0][n] = out[1][n] = 0.f;
+    }
+}
+
 // A consumer's place in shared memory; `thread` is that of the warpgroup.
 template <class C>
 struct Consumer {
     uint32_t shared;
     int half, thread, warp, lane;   // half: which dims of V
 
-    __device__ __forceinline__ uint32_t full(int stage) const { return shared + C::kFullOffset + 16 * stage; }
+    __device__ __forceinline__ uint32_t full(int stage, int part) const { return shared + C::kFullOffset + 8 * (C::kParts * stage + part); }
     __device__ __forceinline__ uint32_t weighed(int stage) const { return shared + C::kWeighedOffset + 8 * stage; }
     __device__ __forceinline__ uint32_t weights(int stage) const { return shared + C::kWeightOffset + stage * C::kWeightStageBytes + 16 * thread; }
     __device__ __forceinline__ uint32_t factor(int stage) const { return shared + C::kFactorOffset + 4 * (C::kHeads * stage + 16 * warp + lane / 4); }
@@ -98,11 +108,13 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         // Opaque: the compiler would keep dozens of descriptors in registers.
         const ptx::Swizzled128 query(ptx::opaque(self.shared + C::kQueryOffset));
         const ptx::Swizzled128 keys(ptx::opaque(self.shared + C::kKeyOffset + stage * C::kStageBytes));
-        ptx::mbarrier_wait(self.full(stage), parity);
+        ptx::mbarrier_wait(self.full(stage, 0), parity);
         ptx::wgmma_fence();
         multiply_scores<C, 0, C::kFirstTiles>(s, query, keys);
-        ptx::mbarrier_wait(self.full(stage) + 8, parity);
-        multiply_scores<C, C::kFirstTiles, C::kTiles>(s, query, keys);
+        ptx::mbarrier_wait(self.full(stage, 1), parity);
+        multiply_scores<C, C::kFirstTiles, C::kDataTiles>(s, query, keys);
+        ptx::mbarrier_wait(self.full(stage, 2), parity);
+        multiply_scores<C, C::kDataTiles, C::kTiles>(s, query, keys);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::pin(s);
@@ -124,17 +136,19 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         ptx::st_shared_f32x2(self.row_sum(0), {rows.shift[0], rows.sum[0]});
         ptx::st_shared_f32x2(self.row_sum(1), {rows.shift[1], rows.sum[1]});
     }
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
 }
 
 template <class C>
-__device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>& out, RowSums& rows, int blocks) {
+__device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>& out, int blocks) {
     uint32_t weights[16];
     clear(out);
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
         const int stage = i % C::kStages, parity = i / C::kStages & 1;
-        ptx::mbarrier_wait(self.full(stage) + 8, parity);
+        // The writes of all parts must be visible to this warpgroup too.
+        ptx::mbarrier_wait(self.full(stage, 0), parity);
+        ptx::mbarrier_wait(self.full(stage, 1), parity);
+        ptx::mbarrier_wait(self.full(stage, 2), parity);
         // The producers fetch this block next but one. (Its keys have been found: see KeyFinder.)
         KeyFinder<C>::prefetch(self.shared, i + 2, self.warp, self.lane);
         KeyFinder<C>::prefetch(self.shared, i + 2, self.warp + 4, self.lane);
@@ -149,12 +163,18 @@ __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>&
         ptx::pin(weights), pin(out);
         self.accumulate(out, weights, stage);
     }
+}
+
+// After the last block, by both: the follower learns the scorer's sums, and nobody reads Q and the keys any more.
+template <class C>
+__device__ __forceinline__ void share_row_sums(const Consumer<C>& self, Accumulators<C>& out, RowSums& rows) {
     ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float2 row = ptx::ld_shared_f32x2(self.row_sum(r));
         rows.shift[r] = row.x, rows.sum[r] = row.y;
     }
+    clear_rows_without_keys(out, rows);
 }
 
 }  // namespace flash_mla::sm90::head64

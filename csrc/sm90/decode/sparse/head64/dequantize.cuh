@@ -28,18 +28,15 @@ struct Scales;
 
 template <>
 struct Scales<V4Record> {
+    static constexpr int kBytes = V4Record::kScaleBytes;
     uint2 bytes;
 
-    __device__ __forceinline__ void load(const uint8_t* row, uint32_t scales_from_row, bool valid, int) {
-        bytes = ptx::ld_global_v2_or_zero(row + scales_from_row, valid);
-    }
+    __device__ __forceinline__ void load(uint32_t from, int) { bytes = ptx::ld_shared_v2(from); }
     // Whether some e > 127 + 7. (The last byte is none.)
     __device__ __forceinline__ bool is_wide() const {
         const auto above = [](uint32_t x) { return ((x & 0x7f7f7f7fu) + 0x79797979u) & x & 0x80808080u; };
         return (above(bytes.x) | above(bytes.y & 0x00ffffffu)) != 0;
     }
-    // The other's, which are waited for here and not before.
-    __device__ __forceinline__ void take(const Scales& from) { bytes = {ptx::opaque(from.bytes.x), ptx::opaque(from.bytes.y)}; }
     template <bool kWide> __device__ __forceinline__ void prepare() {}
     // For a tile, twice in a pair: 2^(e - 127), which bf16 has for e = 0 only as a subnormal; or 2^120 times that.
     template <bool kWide>
@@ -55,12 +52,10 @@ struct Scales<V4Record> {
 
 template <>
 struct Scales<V32Record> {
+    static constexpr int kBytes = V32Record::kScaleBytes;
     uint32_t scale;   // number lane % 4, fp32
 
-    __device__ __forceinline__ void load(const uint8_t* row, uint32_t scales_from_row, bool valid, int lane) {
-        scale = ptx::ld_global_u32_or(row + scales_from_row + 4 * (lane % 4), valid, 0);
-    }
-    __device__ __forceinline__ void take(const Scales& from) { scale = ptx::opaque(from.scale); }
+    __device__ __forceinline__ void load(uint32_t from, int lane) { scale = ptx::ld_shared_u32(from + 4 * (lane % 4)); }
     // Whether it is not below 2^7 in magnitude.
     __device__ __forceinline__ bool is_wide() const { return (scale & 0x7fffffffu) >= (127u + 7) << 23; }
     // An fp32 scale is a bf16 and what that leaves, another bf16: upper and lower half.

@@ -69,7 +69,7 @@ __device__ __forceinline__ int head_of(int thread, int r) { return thread / 32 *
 template <class C>
 __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const RowSums& rows, const OutputTile& tile, uint32_t shared,
                                             int half, int thread) {
-    const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const int warp = thread / 32, lane = thread % 32;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -78,16 +78,18 @@ __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const Ro
         // Divided after the sum is known not to be 0; NaN stays NaN.
         factor[r] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head), lse);
         if (rows.sum[r] != 0.f) factor[r] = __fdividef(factor[r], rows.sum[r]);
-        if (half == 0 && t == 0 && head < tile.heads) tile.write_lse(head, lse);
+        if (half == 0 && lane % 4 == 0 && head < tile.heads) tile.write_lse(head, lse);
     }
     const uint32_t warp_at = shared + (half * C::kHeads + 16 * warp) * C::kOutPitch;
+    const uint32_t matrix_row_at = warp_at + lane % 16 * C::kOutPitch + lane / 16 * 16;
 #pragma unroll
-    for (int n = 0; n < C::kValueDims / 8; ++n) {
+    for (int n = 0; n < C::kValueDims / 8; n += 2) {   // 16 dims of 16 rows
+        uint32_t r[4];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const uint32_t pair = ptx::cvt_bf16x2_f32(element(out, 4 * n + 2 * r) * factor[r], element(out, 4 * n + 2 * r + 1) * factor[r]);
-            ptx::st_shared_u32(warp_at + (g + 8 * r) * C::kOutPitch + 16 * n + 4 * t, pair);
+        for (int i = 0; i < 4; ++i) {
+            r[i] = ptx::cvt_bf16x2_f32(element(out, 4 * n + 2 * i) * factor[i % 2], element(out, 4 * n + 2 * i + 1) * factor[i % 2]);
         }
+        ptx::stmatrix_x4(matrix_row_at + 16 * n, r);
     }
     __syncwarp();
 #pragma unroll 4

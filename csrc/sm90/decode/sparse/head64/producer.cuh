@@ -104,7 +104,6 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     using Record = typename C::Record;
     using Finder = KeyFinder<C>;
     uint4 data[C::kDataTiles];
-    Scales<Record> scales, next_scales;
 #pragma unroll
     for (int j = 0; j < C::kDataTiles; ++j) data[j] = make_uint4(0, 0, 0, 0);
     int32_t slot = Finder::load_slot(p, keys, 1, warp, lane);
@@ -113,7 +112,13 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
     const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
     unrolled<0, C::kDataTiles>(load_tile);
-    next_scales.load(found.row, found.scales_from_row, found.row, lane);
+    // Scales take the way through shared memory, one lane's work a key.
+    const auto fetch_scales = [&](int key) {
+        const uint8_t* from = found.row ? found.row + found.scales_from_row : p.source[0].blocks;   // some address that exists
+        if (lane % 4 == 0) ptx::cp_async<Record::kScaleBytes>(shared + C::kScalesOffset + Record::kScaleBytes * key, from, found.row);
+        ptx::cp_async_commit();
+    };
+    fetch_scales(C::kKeysPerWarp * warp + lane / 4);
     Finder::prefetch(shared, 1, warp, lane);
 
 #pragma unroll 1
@@ -121,16 +126,24 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         const int stage = i % C::kStages;
         const LaneOfKey<C> at(warp, ptx::opaque(static_cast<uint32_t>(lane)));   // anew: registers are short
         const uint32_t stage_at = shared + C::kKeyOffset + stage * C::kStageBytes;
-        const uint32_t to = stage_at + at.data_at, to_second = to ^ 16, full = shared + C::kFullOffset + 16 * stage;
+        const uint32_t to = stage_at + at.data_at, to_second = to ^ 16, full = shared + C::kFullOffset + 8 * C::kParts * stage;
         const uint8_t* row = Finder::look_up(shared, i, warp, at.key % C::kKeysPerWarp).row;
+        ptx::cp_async_wait<0>();   // the scales, fetched a block ahead
+        __syncwarp();
+        Scales<Record> scales;
+        scales.load(shared + C::kScalesOffset + Record::kScaleBytes * at.key, lane);
         const bool valid = row;
         if (!valid) row = p.source[0].blocks;   // some address that exists
+        const bool wide = __any_sync(0xffffffffu, scales.is_wide());
+        if (wide) scales.template prepare<true>();
+        else scales.template prepare<false>();
         ptx::mbarrier_wait(shared + C::kEmptyOffset + 8 * stage, (i / C::kStages & 1) ^ 1);
         // RoPE needs no conversion. What is no key must be zeros, as its bytes might be NaN.
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            ptx::cp_async16((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
+            ptx::cp_async<16>((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
         }
+        ptx::cp_async_commit();
         uint32_t nan = 0;
         const auto convert_tile = [&]<bool kWide>(auto j, std::bool_constant<kWide>) {
             const uint32_t factor = scales.template of_tile<kWide>(j.value, valid);
@@ -143,10 +156,6 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             ptx::st_shared_v4(to_second + j.value * C::kTileBytes, r[4], r[5], r[6], r[7]);
             nan |= has_nan(raw.x) | has_nan(raw.y) | has_nan(raw.z) | has_nan(raw.w);
         };
-        scales.take(next_scales);
-        const bool wide = __any_sync(0xffffffffu, scales.is_wide());
-        if (wide) scales.template prepare<true>();
-        else scales.template prepare<false>();
         const auto convert = [&]<int kFrom, int kTo>(std::integer_sequence<int, kFrom, kTo>) {
             if (wide) unrolled<kFrom, kTo>([&](auto j) { convert_tile(j, std::true_type()); });
             else unrolled<kFrom, kTo>([&](auto j) { convert_tile(j, std::false_type()); });
@@ -157,19 +166,21 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             if (lane == 0) ptx::mbarrier_arrive(barrier);
         };
         convert(std::integer_sequence<int, 0, C::kFirstTiles>());
+        // Now, and not with the others': the bytes would have to be kept, and new ones could not take their registers.
+        uint32_t nan_lanes = __ballot_sync(0xffffffffu, nan & 0x80808080u);
+        nan = 0;
         // Loads come before the fence: behind it, ptxas puts them off for long.
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
-        next_scales.load(found.row, found.scales_from_row, found.row, lane);
+        fetch_scales(at.key);   // every lane has had those of this block: __any_sync above
         unrolled<0, C::kFirstTiles>(load_tile);
         hand_over(full);
         convert(std::integer_sequence<int, C::kFirstTiles, C::kDataTiles>());
         // The mask joins the scores: 0 for a key, -inf for what is none, NaN for a key with NaN among its e4m3 values.
-        const uint32_t nan_lanes = __ballot_sync(0xffffffffu, valid && (nan & 0x80808080u)) >> (lane & ~3) & 15u;
+        nan_lanes |= __ballot_sync(0xffffffffu, nan & 0x80808080u);
         if (at.t == 0) {
-            const float mask = !valid ? -INFINITY : nan_lanes ? __int_as_float(0x7fffffff) : 0.f;
+            const float mask = !valid ? -INFINITY : nan_lanes >> (lane & ~3) & 15u ? __int_as_float(0x7fffffff) : 0.f;
             ptx::st_shared_f32(shared + C::kMaskOffset + 4 * (C::kKeys * stage + at.key), mask);
         }
-        ptx::cp_async_wait_all();
         hand_over(full + 8);
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
         unrolled<C::kFirstTiles, C::kDataTiles>(load_tile);
@@ -177,7 +188,10 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             Finder::find(p, keys, i / Finder::kBatch + 1, slot, shared, warp, lane);
             slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
         }
+        ptx::cp_async_wait<1>();   // RoPE; not the next scales
+        hand_over(full + 16);
     }
+    ptx::cp_async_wait<0>();   // nothing of this thread is on its way when it ends
 }
 
 }  // namespace flash_mla::sm90::head64

@@ -27,11 +27,20 @@ __device__ __forceinline__ float quad_sum(float x) {
 // (-inf) - (-inf).
 struct RowSums {
     float shift[2], sum[2];   // the lanes of a quad have a share each of the sum
+    uint32_t masks;           // all that the lane has seen, bit by bit: the sign is set if all of them are -inf
 
-    __device__ __forceinline__ void clear() { shift[0] = shift[1] = -FLT_MAX, sum[0] = sum[1] = 0.f; }
+    __device__ __forceinline__ void clear() { shift[0] = shift[1] = -FLT_MAX, sum[0] = sum[1] = 0.f, masks = ~0u; }
 
-    // Of all lanes of the quad.
-    __device__ __forceinline__ void complete() { sum[0] = quad_sum(sum[0]), sum[1] = quad_sum(sum[1]); }
+    // Of all lanes of the quad. Without a key the sum is 0, whatever q has made of the zeros in the place of keys.
+    __device__ __forceinline__ void complete() {
+        masks &= __shfl_xor_sync(0xffffffffu, masks, 1);
+        masks &= __shfl_xor_sync(0xffffffffu, masks, 2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float all = quad_sum(sum[r]);
+            sum[r] = masks >> 31 ? 0.f : all;
+        }
+    }
     // Base 2; -inf without keys.
     __device__ __forceinline__ float lse(int r) const { return sum[r] == 0.f ? -INFINITY : shift[r] + ptx::lg2(sum[r]); }
 };
@@ -44,6 +53,7 @@ __device__ __forceinline__ bool weigh(float (&s)[32], uint32_t (&weights)[16], f
 #pragma unroll
     for (int n = 0; n < C::kKeys / 8; ++n) {
         const float2 mask = ptx::ld_shared_f32x2(mask_at + 32 * n);
+        rows.masks &= __float_as_uint(mask.x) & __float_as_uint(mask.y);
         s[4 * n] = fmaf(s[4 * n], scale_log2, mask.x), s[4 * n + 1] = fmaf(s[4 * n + 1], scale_log2, mask.y);
         s[4 * n + 2] = fmaf(s[4 * n + 2], scale_log2, mask.x), s[4 * n + 3] = fmaf(s[4 * n + 3], scale_log2, mask.y);
     }

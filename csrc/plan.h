@@ -50,33 +50,37 @@ inline Waves waves_of(int64_t clusters, int splits, int ctas_per_sm, int num_sms
             static_cast<double>(std::min(clusters, at_once) * splits) / num_sms};
 }
 
-// Groups of 16 keys in the longest split.
-inline int64_t groups_of_split(int64_t width, int splits) {
-    const int64_t groups = std::max<int64_t>(1, (width + 15) / 16);
-    return (groups + splits - 1) / splits;
-}
+// The longest split: groups of 16 keys, and blocks of them.
+struct LongestSplit {
+    double groups, blocks;
+    LongestSplit(int64_t width, const Plan& plan) {
+        const int64_t all = std::max<int64_t>(1, (width + 15) / 16), in_block = plan.block_keys / 16;
+        const int64_t in_split = (all + plan.splits - 1) / plan.splits;
+        groups = static_cast<double>(in_split), blocks = static_cast<double>((in_split + in_block - 1) / in_block);
+    }
+};
 
 // Estimated microseconds of `clusters` tiles of 8 or 16 rows.
 inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms, double restart = 2.9) {
+    const LongestSplit split(width, plan);
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
-    const int64_t groups = groups_of_split(width, plan.splits), in_block = plan.block_keys / 16;
     const Waves waves = waves_of(clusters, plan.splits, 64 / plan.block_keys, num_sms);
     const double start = 2.7 + 0.95 * waves.ctas_an_sm + (large_blocks ? 0.69 : 0.0) + (wide ? (large_blocks ? 0.22 : 1.2) : 0.0);
     const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.11 : 0.065) * plan.splits;
     // A block has its latency, longer the more CTAs share the SM, and its bytes their time at the SM's share of the
     // memory's bandwidth.
     const double block = (large_blocks ? (wide ? 3.59 : 1.51) : (wide ? 2.12 : 1.13)) + (large_blocks ? 0.52 : 0.26) * waves.ctas_an_sm;
-    const double memory = 0.006 * waves.ctas_an_sm * static_cast<double>(groups * 16);
-    return start + merge + waves.count * (static_cast<double>((groups + in_block - 1) / in_block) * block + memory) +
-           (waves.count - 1) * restart;
+    const double memory = 0.096 * waves.ctas_an_sm * split.groups;
+    return start + merge + waves.count * (split.blocks * block + memory) + (waves.count - 1) * restart;
 }
 
-// The same of tiles of 64 rows, a CTA an SM, whose blocks take so long that memory does not count.
+// The same of tiles of 64 rows, a CTA an SM: another wave costs a whole start.
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
-    const int64_t blocks = (groups_of_split(width, plan.splits) + 3) / 4;
+    const LongestSplit split(width, plan);
     const Waves waves = waves_of(clusters, plan.splits, 1, num_sms);
-    const double merge = plan.splits == 1 ? 0.0 : 2.4 + 0.2 * plan.splits;
-    return 5.2 + 0.5 * waves.ctas_an_sm + merge + waves.count * static_cast<double>(blocks) * 2.7 + (waves.count - 1) * 1.5;
+    const double merge = plan.splits == 1 ? 0.0 : 3.0 + 0.2 * plan.splits;
+    return 5.0 + 1.5 * waves.ctas_an_sm + merge + waves.count * (2.19 * split.blocks + 0.038 * waves.ctas_an_sm * split.groups) +
+           (waves.count - 1) * 7.9;
 }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.
@@ -107,9 +111,10 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
     return best.plan;
 }
 
-// More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64 or 128, others have as many,
-// and the host cannot look at q. So for these two numbers an estimate is the mean (geometric, with twice the weight on padded calls)
-// of the two cases, and a choice that would make real heads wait much longer than tiles of 64 rows is not taken.
+// More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
+// cannot look at q. So for 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two
+// cases, and a choice that would make real heads wait much longer than tiles of 64 rows is not taken. Tiles that skip zeros
+// take a little longer, at the start and for every block of 32 keys; the cluster of the zero row more so.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
     Choice large{{64, 1, 64}};
     choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * ((heads + 63) / 64), width, num_sms); });
@@ -117,10 +122,11 @@ inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sm
     const int64_t tiles = (heads + 7) / 8 + 1;   // and the cluster of the zero row
     for (int block_keys : {32, 64}) {
         choose_splits(best, 8, block_keys, [&](const Plan& plan) {
-            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, 1.5) + 1.0;
+            const double blocks = LongestSplit(width, plan).blocks * block_keys / 32;
+            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, 2.0) + 0.7 + 0.25 * blocks;
             if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
-            if (heads != 64 && heads != 128) return real;
-            const double padded = small_tiles_us(plan, tokens * 3, width, num_sms, 1.5) + 1.3;   // two tiles and the zero row's
+            if (heads != 64) return real;
+            const double padded = small_tiles_us(plan, tokens * 3, width, num_sms, 2.0) + 1.0 + 0.55 * blocks;   // two tiles, and the zero row's
             return std::cbrt(padded * padded * real);
         });
     }

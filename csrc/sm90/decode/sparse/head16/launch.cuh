@@ -1,51 +1,21 @@
 #pragma once
-#include <algorithm>
-#include <atomic>
-
+#include "sm90/decode/sparse/cluster_launch.cuh"
 #include "sm90/decode/sparse/head16/kernel.cuh"
 #include "sm90/decode/sparse/head16/launch.h"
 
 namespace flash_mla::sm90::head16 {
 
-// Function attributes belong to a device, so they are set, and what fits is asked, once for each; twice in a race is harmless.
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t max_splits(int* splits) {
     using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
-    constexpr int kMaxDevices = 64;
-    static std::atomic<int> known[kMaxDevices];
-    int device = 0;
-    if (cudaError_t e = cudaGetDevice(&device)) return e;
-    if (device < kMaxDevices && (*splits = known[device].load(std::memory_order_acquire))) return cudaSuccess;
-    const void* kernel = reinterpret_cast<const void*>(&sparse_decode_kernel<C>);
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes)) return e;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(kMaxSplits, 1, 1);
-    config.blockDim = dim3(C::kThreads, 1, 1);
-    config.dynamicSmemBytes = C::kSharedBytes;
-    if (cudaError_t e = cudaOccupancyMaxPotentialClusterSize(splits, kernel, &config)) return e;
-    *splits = std::clamp(*splits, 1, kMaxSplits);
-    if (device < kMaxDevices) known[device].store(*splits, std::memory_order_release);
-    return cudaSuccess;
+    return max_splits_on_device<&sparse_decode_kernel<C>, C::kThreads, C::kSharedBytes>(splits);
 }
 
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
     using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(p.splits), 1, 1};
-    // Programmatic dependent launch: the CTAs take their places while the kernel before drains.
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(tokens * p.splits), (p.h_q + C::kHeads - 1) / C::kHeads + C::kSkipsZeros, 1);
-    config.blockDim = dim3(C::kThreads, 1, 1);
-    config.dynamicSmemBytes = C::kSharedBytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, sparse_decode_kernel<C>, p);
+    const int tiles = (p.h_q + C::kHeads - 1) / C::kHeads + C::kSkipsZeros;   // and the zero row's
+    return launch_clusters(&sparse_decode_kernel<C>, p, tokens, tiles, C::kThreads, C::kSharedBytes, stream);
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -32,9 +32,7 @@ struct Config {
     static constexpr int kDataTiles = Record::kNopeDims / kTileDims;
     static constexpr int kTilesPerScale = Record::kScaleGroup / kTileDims;
     static_assert(kTiles == kDataTiles + 1 && Record::kRopeDims == kTileDims);
-    // A block is handed over in three parts: the first e4m3 tiles, the other ones, RoPE. The scores of a part begin while the
-    // next is still being filled.
-    static constexpr int kParts = 3;
+    // A block is handed over in two parts: the scores of the first tiles begin while the others are still being filled.
     static constexpr int kFirstTiles = 4;
 
     // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
@@ -60,7 +58,7 @@ struct Config {
     static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
     static constexpr int kScalesOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // [key], as in the record
     static constexpr int kFullOffset = kScalesOffset + kKeys * Record::kScaleBytes;     // barriers: [stage][part]
-    static constexpr int kEmptyOffset = kFullOffset + 8 * kParts * kStages;             // [stage]
+    static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                   // [stage]
     static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                 // [stage]
     static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;

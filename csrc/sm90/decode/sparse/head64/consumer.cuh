@@ -79,7 +79,7 @@ struct Consumer {
     uint32_t shared;
     int half, thread, warp, lane;   // half: which dims of V
 
-    __device__ __forceinline__ uint32_t full(int stage, int part) const { return shared + C::kFullOffset + 8 * (C::kParts * stage + part); }
+    __device__ __forceinline__ uint32_t full(int stage) const { return shared + C::kFullOffset + 16 * stage; }
     __device__ __forceinline__ uint32_t weighed(int stage) const { return shared + C::kWeighedOffset + 8 * stage; }
     __device__ __forceinline__ uint32_t weights(int stage) const { return shared + C::kWeightOffset + stage * C::kWeightStageBytes + 16 * thread; }
     __device__ __forceinline__ uint32_t factor(int stage) const { return shared + C::kFactorOffset + 4 * (C::kHeads * stage + 16 * warp + lane / 4); }
@@ -108,13 +108,11 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         // Opaque: the compiler would keep dozens of descriptors in registers.
         const ptx::Swizzled128 query(ptx::opaque(self.shared + C::kQueryOffset));
         const ptx::Swizzled128 keys(ptx::opaque(self.shared + C::kKeyOffset + stage * C::kStageBytes));
-        ptx::mbarrier_wait(self.full(stage, 0), parity);
+        ptx::mbarrier_wait(self.full(stage), parity);
         ptx::wgmma_fence();
         multiply_scores<C, 0, C::kFirstTiles>(s, query, keys);
-        ptx::mbarrier_wait(self.full(stage, 1), parity);
-        multiply_scores<C, C::kFirstTiles, C::kDataTiles>(s, query, keys);
-        ptx::mbarrier_wait(self.full(stage, 2), parity);
-        multiply_scores<C, C::kDataTiles, C::kTiles>(s, query, keys);
+        ptx::mbarrier_wait(self.full(stage) + 8, parity);
+        multiply_scores<C, C::kFirstTiles, C::kTiles>(s, query, keys);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::pin(s);
@@ -145,10 +143,7 @@ __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>&
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
         const int stage = i % C::kStages, parity = i / C::kStages & 1;
-        // The writes of all parts must be visible to this warpgroup too.
-        ptx::mbarrier_wait(self.full(stage, 0), parity);
-        ptx::mbarrier_wait(self.full(stage, 1), parity);
-        ptx::mbarrier_wait(self.full(stage, 2), parity);
+        ptx::mbarrier_wait(self.full(stage) + 8, parity);
         // The producers fetch this block next but one. (Its keys have been found: see KeyFinder.)
         KeyFinder<C>::prefetch(self.shared, i + 2, self.warp, self.lane);
         KeyFinder<C>::prefetch(self.shared, i + 2, self.warp + 4, self.lane);

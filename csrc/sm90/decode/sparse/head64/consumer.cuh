@@ -81,9 +81,16 @@ struct Consumer {
 
     __device__ __forceinline__ uint32_t full(int stage) const { return shared + C::kFullOffset + 16 * stage; }
     __device__ __forceinline__ uint32_t weighed(int stage) const { return shared + C::kWeighedOffset + 8 * stage; }
-    __device__ __forceinline__ uint32_t weights(int stage) const { return shared + C::kWeightOffset + stage * C::kWeightStageBytes + 16 * thread; }
-    __device__ __forceinline__ uint32_t factor(int stage) const { return shared + C::kFactorOffset + 4 * (C::kHeads * stage + 16 * warp + lane / 4); }
-    __device__ __forceinline__ uint32_t row_sum(int r) const { return shared + C::kRowSumOffset + 8 * (16 * warp + lane / 4 + 8 * r); }
+    // The thread's weights: of 16 keys each, kWarpgroup * 16 bytes apart. Its rows' factors, 8 heads apart, and sums.
+    __device__ __forceinline__ uint32_t weights(int stage) const {
+        return shared + C::kWeightOffset + stage * C::kWeightStageBytes + 16 * thread;
+    }
+    __device__ __forceinline__ uint32_t factor(int stage) const {
+        return shared + C::kFactorOffset + 4 * (C::kHeads * stage + 16 * warp + lane / 4);
+    }
+    __device__ __forceinline__ uint32_t row_sum(int r) const {
+        return shared + C::kRowSumOffset + 8 * (16 * warp + lane / 4 + 8 * r);
+    }
 
     __device__ __forceinline__ void accumulate(Accumulators<C>& out, const uint32_t (&weights)[16], int stage) const {
         const uint32_t at = shared + C::kKeyOffset + half * (C::kValueDims / kTileDims * C::kTileBytes) + stage * C::kStageBytes;
@@ -117,12 +124,17 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         ptx::wgmma_wait<0>();
         ptx::pin(s);
         float factor[2];
-        const bool stays = weigh<C>(s, weights, factor, rows, scale_log2, self.shared + C::kMaskOffset + 4 * C::kKeys * stage + 8 * (self.lane % 4));
+        const uint32_t mask_at = self.shared + C::kMaskOffset + 4 * C::kKeys * stage + 8 * (self.lane % 4);
+        const bool stays = weigh<C>(s, weights, factor, rows, scale_log2, mask_at);
 #pragma unroll
         for (int k = 0; k < C::kKeyGroups; ++k) {
-            ptx::st_shared_v4(self.weights(stage) + 16 * kWarpgroup * k, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]);
+            const uint32_t* w = weights + 4 * k;
+            ptx::st_shared_v4(self.weights(stage) + 16 * kWarpgroup * k, w[0], w[1], w[2], w[3]);
         }
-        if (self.lane % 4 == 0) ptx::st_shared_f32(self.factor(stage), factor[0]), ptx::st_shared_f32(self.factor(stage) + 32, factor[1]);
+        if (self.lane % 4 == 0) {
+            ptx::st_shared_f32(self.factor(stage), factor[0]);
+            ptx::st_shared_f32(self.factor(stage) + 32, factor[1]);
+        }
         __syncwarp();
         if (self.lane == 0) ptx::mbarrier_arrive(self.weighed(stage));
         if (!stays) rescale(out, factor);

@@ -2,8 +2,8 @@
 //
 // All producer warps work on each block, so that it is filled in the least time: a warp has 8 keys, a lane quad one, and
 // lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: as soon as those of half a block have been converted,
-// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage. That is not long
-// enough for memory: consumers, who wait for scores anyway, prefetch them to L2 before.
+// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage. A block earlier
+// the follower (consumer.cuh), which waits for weights anyway, has prefetched them to L2.
 //
 // Finding keys (slot, address, validity) is one lane's work a key: a warp finds its keys of four blocks, a batch, at once,
 // and keeps them in a table in shared memory. The next batch is found in the second block of a batch.
@@ -18,13 +18,13 @@
 
 namespace flash_mla::sm90::head64 {
 
-// Which keys the CTA works on.
+// The keys that a CTA works on.
 struct SplitKeys {
     IndexLists lists;
     int split, first_group, blocks;
 
     __device__ __forceinline__ KeyPlace place(const SparseDecodeParams& p, int block, int key) const {
-        return KeyPlace(p, split, first_group + 4 * block + key / kKeysPerGroup, key % kKeysPerGroup);
+        return KeyPlace(p, split, first_group + kGroupsPerBlock * block + key / kKeysPerGroup, key % kKeysPerGroup);
     }
 };
 
@@ -110,7 +110,9 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     Finder::find(p, keys, 0, first_slot, shared, warp, lane);
     KeyAddress found = Finder::look_up(shared, 0, warp, lane / 4);
     // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
-    const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
+    const auto load_tile = [&](auto j) {
+        ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row);
+    };
     unrolled<0, C::kDataTiles>(load_tile);
     // Scales take the way through shared memory, one lane's work a key.
     const auto fetch_scales = [&](int key) {

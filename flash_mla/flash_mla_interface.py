@@ -22,7 +22,7 @@ class Plan:
 
     head_tile: rows of q (heads of one token) that a CTA works on.
     splits: CTAs, one thread-block cluster, that share the keys of a token and merge in the same launch.
-    block_keys: keys that a CTA holds in shared memory at a time (32: 8 warps, 64: 16 warps).
+    block_keys: keys that a CTA works on at a time (head tile 16: 32 by 8 warps or 64 by 16; head tile 64: 64 by 16).
     reason: what the choice followed from.
     """
 

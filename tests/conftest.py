@@ -93,7 +93,10 @@ def record(request):
 
 @pytest.fixture(params=[None, 1], ids=["planned", "tile64"])
 def any_tile(request, monkeypatch):
-    """Runs a test as planned, then with the 64-row tile and so many splits forced upon every call without its own plan."""
+    """Runs a test as planned, then with the 64-row tile forced upon calls without a plan of their own.
+
+    The parameter is the number of splits to force, or None.
+    """
     splits = request.param
     if splits is not None:
 

@@ -6,7 +6,9 @@ import torch
 import flash_mla
 from flash_mla.testing import assert_close_flashmla, make_case
 
-ANY_TILE = pytest.mark.parametrize("any_tile", [None, 1, 3], indirect=True, ids=["planned", "tile64", "tile64-splits3"])
+ANY_TILE = pytest.mark.parametrize(
+    "any_tile", [None, 1, 3], indirect=True, ids=["planned", "tile64", "tile64-splits3"]
+)
 pytestmark = pytest.mark.gpu
 
 
@@ -24,7 +26,9 @@ def test_vllm_shape_of_v32(record, tokens, device, any_tile):
     make_case(1, tokens, 8, 128, record=record, device=device, lengths=[100]).check()
 
 
-@pytest.mark.parametrize("plan", [dict(block_keys=32), dict(head_tile=64)], ids=["tile16", "tile64"])
+@pytest.mark.parametrize(
+    "plan", [dict(block_keys=32), dict(head_tile=64)], ids=["tile16", "tile64"]
+)
 def test_q_and_out_beyond_4_gib(plan, device):
     """70,000 tokens of 128 heads: over 2^32 elements of q and of out, and more tokens than 2^16."""
     tokens = 70_000

@@ -6,17 +6,18 @@
 
 namespace flash_mla::sm90::head64 {
 
-inline constexpr int kWarpgroup = 128;   // threads
-inline constexpr int kTileDims = 64;     // dims of a row of 128 bytes, the width of the swizzle
-inline constexpr int kConsumerBarrier = 1;   // a named barrier of the CTA
-inline constexpr int kUnitDims = 16;     // the grain in which splits share the merge
+inline constexpr int kWarpgroup = 128;        // threads
+inline constexpr int kTileDims = 64;          // dims of a row of 128 bytes, the width of the swizzle
+inline constexpr int kGroupsPerBlock = 4;     // of kKeysPerGroup keys
+inline constexpr int kUnitDims = 16;          // the grain in which splits share the merge
+inline constexpr int kConsumerBarrier = 1;    // a named barrier of the CTA
 
 template <class Record_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeads = 64;
-    static constexpr int kKeys = 64;   // of a block
-    static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
+    static constexpr int kKeyGroups = kGroupsPerBlock;
+    static constexpr int kKeys = kKeyGroups * kKeysPerGroup;   // of a block
 
     // Two warpgroups multiply: the first computes scores and weights, each accumulates half of the dims of V. Two fetch and
     // dequantize.
@@ -30,11 +31,8 @@ struct Config {
     // Tiles of dims. Of the e4m3 tiles a lane fetches 16 bytes each, of RoPE 2 x 16 bytes.
     static constexpr int kTiles = Record::kDimQK / kTileDims;
     static constexpr int kDataTiles = Record::kNopeDims / kTileDims;
-    static constexpr int kTilesPerScale = Record::kScaleGroup / kTileDims;
     static_assert(kTiles == kDataTiles + 1 && Record::kRopeDims == kTileDims);
-    // A block is handed over in three parts: the first e4m3 tiles, the other ones, RoPE. The scores of a part begin while the
-    // next is still being filled.
-    static constexpr int kParts = 3;
+    // A block is handed over in two parts: the scores of the first tiles begin while the others are still being filled.
     static constexpr int kFirstTiles = 4;
 
     // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
@@ -51,17 +49,18 @@ struct Config {
     static constexpr int kWeightStageBytes = Record::kRopeInV ? kWeightBytes : kStageBytes;
     static constexpr int kWeightOffset = kKeyOffset + (Record::kRopeInV ? kStages * kStageBytes : kDataTiles * kTileBytes);
     static_assert(kWeightBytes == kTileBytes);
-    static constexpr int kFactorOffset = kKeyOffset + kStages * kStageBytes + (Record::kRopeInV ? kStages * kWeightBytes : 0);   // [stage][head]
-    static constexpr int kRowSumOffset = kFactorOffset + kStages * kHeads * 4;   // [head] {shift, sum}
-    static constexpr int kMaskOffset = kRowSumOffset + kHeads * 8;               // [stage][key], see producer.cuh
-    static constexpr int kSinkOffset = kMaskOffset + kStages * kKeys * 4;    // [head], base 2
-    static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;          // [head][split], base 2
-    static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;   // [batch % 2][warp][lane], see producer.cuh
+    static constexpr int kWeightEnd = kKeyOffset + kStages * (kStageBytes + (Record::kRopeInV ? kWeightBytes : 0));
+    static constexpr int kFactorOffset = kWeightEnd;                                    // [stage][head], see consumer.cuh
+    static constexpr int kRowSumOffset = kFactorOffset + kStages * kHeads * 4;          // [head] {shift, sum}
+    static constexpr int kMaskOffset = kRowSumOffset + kHeads * 8;                      // [stage][key], see producer.cuh
+    static constexpr int kSinkOffset = kMaskOffset + kStages * kKeys * 4;               // [head], base 2
+    static constexpr int kPeerLseOffset = kSinkOffset + kHeads * 4;                     // [head][split], base 2
+    static constexpr int kFoundOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;       // [batch % 2][warp][lane], see producer.cuh
     static constexpr int kFoundBytes = Record::kScalesAfterRows ? 16 : 8;
     static constexpr int kScalesOffset = kFoundOffset + 2 * kProducers * kFoundBytes;   // [key], as in the record
     static constexpr int kFullOffset = kScalesOffset + kKeys * Record::kScaleBytes;     // barriers: [stage][part]
-    static constexpr int kEmptyOffset = kFullOffset + 8 * kParts * kStages;             // [stage]
-    static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                 // [stage]
+    static constexpr int kEmptyOffset = kFullOffset + 16 * kStages;                     // [stage]
+    static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                   // [stage]
     static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kSharedBytes = kPartialBarrierOffset + 8;

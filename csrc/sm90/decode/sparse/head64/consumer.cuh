@@ -79,11 +79,18 @@ struct Consumer {
     uint32_t shared;
     int half, thread, warp, lane;   // half: which dims of V
 
-    __device__ __forceinline__ uint32_t full(int stage, int part) const { return shared + C::kFullOffset + 8 * (C::kParts * stage + part); }
+    __device__ __forceinline__ uint32_t full(int stage) const { return shared + C::kFullOffset + 16 * stage; }
     __device__ __forceinline__ uint32_t weighed(int stage) const { return shared + C::kWeighedOffset + 8 * stage; }
-    __device__ __forceinline__ uint32_t weights(int stage) const { return shared + C::kWeightOffset + stage * C::kWeightStageBytes + 16 * thread; }
-    __device__ __forceinline__ uint32_t factor(int stage) const { return shared + C::kFactorOffset + 4 * (C::kHeads * stage + 16 * warp + lane / 4); }
-    __device__ __forceinline__ uint32_t row_sum(int r) const { return shared + C::kRowSumOffset + 8 * (16 * warp + lane / 4 + 8 * r); }
+    // The thread's weights: of 16 keys each, kWarpgroup * 16 bytes apart. Its rows' factors, 8 heads apart, and sums.
+    __device__ __forceinline__ uint32_t weights(int stage) const {
+        return shared + C::kWeightOffset + stage * C::kWeightStageBytes + 16 * thread;
+    }
+    __device__ __forceinline__ uint32_t factor(int stage) const {
+        return shared + C::kFactorOffset + 4 * (C::kHeads * stage + 16 * warp + lane / 4);
+    }
+    __device__ __forceinline__ uint32_t row_sum(int r) const {
+        return shared + C::kRowSumOffset + 8 * (16 * warp + lane / 4 + 8 * r);
+    }
 
     __device__ __forceinline__ void accumulate(Accumulators<C>& out, const uint32_t (&weights)[16], int stage) const {
         const uint32_t at = shared + C::kKeyOffset + half * (C::kValueDims / kTileDims * C::kTileBytes) + stage * C::kStageBytes;
@@ -108,23 +115,26 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
         // Opaque: the compiler would keep dozens of descriptors in registers.
         const ptx::Swizzled128 query(ptx::opaque(self.shared + C::kQueryOffset));
         const ptx::Swizzled128 keys(ptx::opaque(self.shared + C::kKeyOffset + stage * C::kStageBytes));
-        ptx::mbarrier_wait(self.full(stage, 0), parity);
+        ptx::mbarrier_wait(self.full(stage), parity);
         ptx::wgmma_fence();
         multiply_scores<C, 0, C::kFirstTiles>(s, query, keys);
-        ptx::mbarrier_wait(self.full(stage, 1), parity);
-        multiply_scores<C, C::kFirstTiles, C::kDataTiles>(s, query, keys);
-        ptx::mbarrier_wait(self.full(stage, 2), parity);
-        multiply_scores<C, C::kDataTiles, C::kTiles>(s, query, keys);
+        ptx::mbarrier_wait(self.full(stage) + 8, parity);
+        multiply_scores<C, C::kFirstTiles, C::kTiles>(s, query, keys);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::pin(s);
         float factor[2];
-        const bool stays = weigh<C>(s, weights, factor, rows, scale_log2, self.shared + C::kMaskOffset + 4 * C::kKeys * stage + 8 * (self.lane % 4));
+        const uint32_t mask_at = self.shared + C::kMaskOffset + 4 * C::kKeys * stage + 8 * (self.lane % 4);
+        const bool stays = weigh<C>(s, weights, factor, rows, scale_log2, mask_at);
 #pragma unroll
         for (int k = 0; k < C::kKeyGroups; ++k) {
-            ptx::st_shared_v4(self.weights(stage) + 16 * kWarpgroup * k, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]);
+            const uint32_t* w = weights + 4 * k;
+            ptx::st_shared_v4(self.weights(stage) + 16 * kWarpgroup * k, w[0], w[1], w[2], w[3]);
         }
-        if (self.lane % 4 == 0) ptx::st_shared_f32(self.factor(stage), factor[0]), ptx::st_shared_f32(self.factor(stage) + 32, factor[1]);
+        if (self.lane % 4 == 0) {
+            ptx::st_shared_f32(self.factor(stage), factor[0]);
+            ptx::st_shared_f32(self.factor(stage) + 32, factor[1]);
+        }
         __syncwarp();
         if (self.lane == 0) ptx::mbarrier_arrive(self.weighed(stage));
         if (!stays) rescale(out, factor);
@@ -145,10 +155,7 @@ __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>&
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
         const int stage = i % C::kStages, parity = i / C::kStages & 1;
-        // The writes of all parts must be visible to this warpgroup too.
-        ptx::mbarrier_wait(self.full(stage, 0), parity);
-        ptx::mbarrier_wait(self.full(stage, 1), parity);
-        ptx::mbarrier_wait(self.full(stage, 2), parity);
+        ptx::mbarrier_wait(self.full(stage) + 8, parity);
         // The producers fetch this block next but one. (Its keys have been found: see KeyFinder.)
         KeyFinder<C>::prefetch(self.shared, i + 2, self.warp, self.lane);
         KeyFinder<C>::prefetch(self.shared, i + 2, self.warp + 4, self.lane);

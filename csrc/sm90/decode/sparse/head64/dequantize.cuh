@@ -28,7 +28,7 @@ struct Scales;
 
 template <>
 struct Scales<V4Record> {
-    static constexpr int kBytes = V4Record::kScaleBytes;
+    static_assert(V4Record::kScaleGroup == kTileDims);
     uint2 bytes;
 
     __device__ __forceinline__ void load(uint32_t from, int) { bytes = ptx::ld_shared_v2(from); }
@@ -52,7 +52,6 @@ struct Scales<V4Record> {
 
 template <>
 struct Scales<V32Record> {
-    static constexpr int kBytes = V32Record::kScaleBytes;
     uint32_t scale;   // number lane % 4, fp32
 
     __device__ __forceinline__ void load(uint32_t from, int lane) { scale = ptx::ld_shared_u32(from + 4 * (lane % 4)); }
@@ -66,7 +65,9 @@ struct Scales<V32Record> {
         scale = upper | (ptx::cvt_bf16x2_f32(factor - __uint_as_float(upper), 0.f) & 0xffffu);
     }
     template <bool kWide>
-    __device__ __forceinline__ uint32_t of_tile(int tile, bool) const { return __shfl_sync(0xffffffffu, scale, tile / 2, 4); }
+    __device__ __forceinline__ uint32_t of_tile(int tile, bool) const {
+        return __shfl_sync(0xffffffffu, scale, tile * kTileDims / V32Record::kScaleGroup, 4);
+    }
     template <bool kWide>
     __device__ __forceinline__ static uint32_t apply(uint32_t factor, uint32_t x) {
         if (kWide) x = ptx::mul_bf16x2(x, kSpread);

@@ -53,10 +53,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < C::kStages; ++i) {
-#pragma unroll
-            for (int part = 0; part < C::kParts; ++part) {
-                ptx::mbarrier_init(shared + C::kFullOffset + 8 * (C::kParts * i + part), C::kProducers / 32);
-            }
+            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i, C::kProducers / 32);
+            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i + 8, C::kProducers / 32);
             ptx::mbarrier_init(shared + C::kEmptyOffset + 8 * i, C::kConsumers / 32);
             ptx::mbarrier_init(shared + C::kWeighedOffset + 8 * i, kWarpgroup / 32);
         }

@@ -2,8 +2,8 @@
 //
 // All producer warps work on each block, so that it is filled in the least time: a warp has 8 keys, a lane quad one, and
 // lane t of the quad 16 bytes of every tile. Raw bytes wait in registers: as soon as those of half a block have been converted,
-// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage. That is not long
-// enough for memory: consumers, who wait for scores anyway, prefetch them to L2 before.
+// those of the next block are fetched, and travel meanwhile and while the producers wait for a free stage. A block earlier
+// the follower (consumer.cuh), which waits for weights anyway, has prefetched them to L2.
 //
 // Finding keys (slot, address, validity) is one lane's work a key: a warp finds its keys of four blocks, a batch, at once,
 // and keeps them in a table in shared memory. The next batch is found in the second block of a batch.
@@ -18,13 +18,13 @@
 
 namespace flash_mla::sm90::head64 {
 
-// Which keys the CTA works on.
+// The keys that a CTA works on.
 struct SplitKeys {
     IndexLists lists;
     int split, first_group, blocks;
 
     __device__ __forceinline__ KeyPlace place(const SparseDecodeParams& p, int block, int key) const {
-        return KeyPlace(p, split, first_group + 4 * block + key / kKeysPerGroup, key % kKeysPerGroup);
+        return KeyPlace(p, split, first_group + kGroupsPerBlock * block + key / kKeysPerGroup, key % kKeysPerGroup);
     }
 };
 
@@ -110,7 +110,9 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
     Finder::find(p, keys, 0, first_slot, shared, warp, lane);
     KeyAddress found = Finder::look_up(shared, 0, warp, lane / 4);
     // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
-    const auto load_tile = [&](auto j) { ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row); };
+    const auto load_tile = [&](auto j) {
+        ptx::ld_global_v4_if<kTileDims * j.value>(data[j.value], found.row + 16 * (lane % 4), found.row);
+    };
     unrolled<0, C::kDataTiles>(load_tile);
     // Scales take the way through shared memory, one lane's work a key.
     const auto fetch_scales = [&](int key) {
@@ -126,17 +128,10 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         const int stage = i % C::kStages;
         const LaneOfKey<C> at(warp, ptx::opaque(static_cast<uint32_t>(lane)));   // anew: registers are short
         const uint32_t stage_at = shared + C::kKeyOffset + stage * C::kStageBytes;
-        const uint32_t to = stage_at + at.data_at, to_second = to ^ 16, full = shared + C::kFullOffset + 8 * C::kParts * stage;
+        const uint32_t to = stage_at + at.data_at, to_second = to ^ 16, full = shared + C::kFullOffset + 16 * stage;
         const uint8_t* row = Finder::look_up(shared, i, warp, at.key % C::kKeysPerWarp).row;
-        ptx::cp_async_wait<0>();   // the scales, fetched a block ahead
-        __syncwarp();
-        Scales<Record> scales;
-        scales.load(shared + C::kScalesOffset + Record::kScaleBytes * at.key, lane);
         const bool valid = row;
         if (!valid) row = p.source[0].blocks;   // some address that exists
-        const bool wide = __any_sync(0xffffffffu, scales.is_wide());
-        if (wide) scales.template prepare<true>();
-        else scales.template prepare<false>();
         ptx::mbarrier_wait(shared + C::kEmptyOffset + 8 * stage, (i / C::kStages & 1) ^ 1);
         // RoPE needs no conversion. What is no key must be zeros, as its bytes might be NaN.
 #pragma unroll
@@ -144,6 +139,10 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             ptx::cp_async<16>((stage_at + at.rope_at) ^ (64 * n), row + Record::kRopeOffset + (at.rope_from ^ (64 * n)), valid);
         }
         ptx::cp_async_commit();
+        ptx::cp_async_wait<1>();   // not for RoPE, but for the scales, fetched a block ahead
+        __syncwarp();
+        Scales<Record> scales;
+        scales.load(shared + C::kScalesOffset + Record::kScaleBytes * at.key, lane);
         uint32_t nan = 0;
         const auto convert_tile = [&]<bool kWide>(auto j, std::bool_constant<kWide>) {
             const uint32_t factor = scales.template of_tile<kWide>(j.value, valid);
@@ -156,6 +155,9 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             ptx::st_shared_v4(to_second + j.value * C::kTileBytes, r[4], r[5], r[6], r[7]);
             nan |= has_nan(raw.x) | has_nan(raw.y) | has_nan(raw.z) | has_nan(raw.w);
         };
+        const bool wide = __any_sync(0xffffffffu, scales.is_wide());
+        if (wide) scales.template prepare<true>();
+        else scales.template prepare<false>();
         const auto convert = [&]<int kFrom, int kTo>(std::integer_sequence<int, kFrom, kTo>) {
             if (wide) unrolled<kFrom, kTo>([&](auto j) { convert_tile(j, std::true_type()); });
             else unrolled<kFrom, kTo>([&](auto j) { convert_tile(j, std::false_type()); });
@@ -181,6 +183,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             const float mask = !valid ? -INFINITY : nan_lanes >> (lane & ~3) & 15u ? __int_as_float(0x7fffffff) : 0.f;
             ptx::st_shared_f32(shared + C::kMaskOffset + 4 * (C::kKeys * stage + at.key), mask);
         }
+        ptx::cp_async_wait<1>();   // RoPE; not the next scales
         hand_over(full + 8);
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
         unrolled<C::kFirstTiles, C::kDataTiles>(load_tile);
@@ -188,8 +191,6 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             Finder::find(p, keys, i / Finder::kBatch + 1, slot, shared, warp, lane);
             slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
         }
-        ptx::cp_async_wait<1>();   // RoPE; not the next scales
-        hand_over(full + 16);
     }
     ptx::cp_async_wait<0>();   // nothing of this thread is on its way when it ends
 }

@@ -15,8 +15,8 @@ from flash_mla.testing import assert_close_flashmla, make_case, poison_unused
 
 # (splits, block_keys)
 LAYOUTS = ((1, 64), (16, 32))
-# Tiles of 8 rows: one, and several that skip zero rows; one tile of 16 rows.
-HEADS_AND_TILES = ((5, 8), (20, 8), (12, 16))
+# Tiles of 8 rows: one, and several that skip zero rows; one tile of 16 rows; one of 64.
+HEADS_AND_TILES = ((5, 8), (20, 8), (12, 16), (20, 64))
 
 
 def cases():
@@ -37,7 +37,9 @@ def main() -> None:
         on_gpu = case.to("cuda")
         for splits, block_keys in LAYOUTS:
             plan = FlashMLASchedMeta().force_plan(
-                head_tile=head_tile, splits=splits, block_keys=block_keys
+                head_tile=head_tile,
+                splits=splits,
+                block_keys=64 if head_tile == 64 else block_keys,
             )
             out, lse = on_gpu.run(plan)
             assert_close_flashmla(out.cpu(), lse.cpu(), *reference)

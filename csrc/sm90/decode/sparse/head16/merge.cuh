@@ -8,38 +8,11 @@
 #include <cfloat>
 #include <cmath>
 
-#include "ptx/cluster.cuh"
-#include "ptx/mbarrier.cuh"
+#include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/values.cuh"
 #include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
-
-struct SplitsOfTile {
-    int rank, count;
-    uint32_t magic;   // of SparseDecodeParams::splits_magic
-    __device__ __forceinline__ explicit SplitsOfTile(const SparseDecodeParams& p)
-        : rank(ptx::cluster_ctarank()), count(p.splits), magic(p.splits_magic) {}
-    __device__ __forceinline__ int local(int unit) const { return static_cast<int>(unit * magic >> 16); }
-    __device__ __forceinline__ int owner(int unit) const { return unit - local(unit) * count; }
-    __device__ __forceinline__ int own_unit(int local) const { return local * count + rank; }
-    template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
-    template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
-    // Where unit number `local` of an owner lies when it comes from split `from`, in bytes of kIncomingOffset.
-    template <class C> __device__ __forceinline__ int incoming_offset(int from, int local) const {
-        return (from * units_per_owner<C>() + local) * C::kUnitBytes;
-    }
-};
-
-// By one thread, before the CTA first arrives at the barrier of the cluster.
-template <class C>
-__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, bool nonzero_tiles_too) {
-    ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
-    ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
-    ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads + nonzero_tiles_too) * 4);
-    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
-}
 
 // By the warp that keeps the sums, of which each lane of a quad has a share: {reference, sum} of every head, for
 // sum * 2^reference, to the CTA (seen after its next barrier), and their log-sum-exp (base 2; -inf without keys) to every
@@ -126,14 +99,6 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Pa
             }
         }
     }
-}
-
-// What the sink leaves of a head: `sink` and `lse` in base 2; 0 for a head without keys, whose lse is +inf.
-__device__ __forceinline__ float sink_factor(float sink, float lse) {
-    return lse == INFINITY ? 0.f : __fdividef(1.f, 1.f + ptx::ex2_ftz(sink - lse));
-}
-__device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head) {
-    return p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) * 1.44269504f : -INFINITY;
 }
 
 // Where a CTA's results go.

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     extern __shared__ __align__(1024) char shared_memory[];
     const uint32_t shared = ptx::shared_address(shared_memory);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const SplitsOfTile splits = {static_cast<int>(ptx::cluster_ctarank()), p.splits, p.splits_magic};
+    const SplitsOfTile splits(p);
     const CtaPlace<C> place(p);
 
     // What does not depend on the kernel before: addresses and barriers.
@@ -85,8 +85,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
         load_query<C>(q, p.q_stride_h, place.heads, p.q_aligned16, shared, threadIdx.x);
         if (threadIdx.x < C::kHeads) {
             const int head = place.first_head + min(static_cast<int>(threadIdx.x), place.heads - 1);
-            const float sink = p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) * 1.44269504f : -INFINITY;
-            ptx::st_shared_f32(shared + C::kSinkOffset + 4 * threadIdx.x, sink);
+            ptx::st_shared_f32(shared + C::kSinkOffset + 4 * threadIdx.x, load_sink(p, head));
         }
         ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
 

@@ -5,35 +5,11 @@
 //
 // By the consumers: `thread` 0..127 of warpgroup `half`, which has dims 256 half .. + 255.
 #pragma once
-#include "ptx/cluster.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head64/consumer.cuh"
 
 namespace flash_mla::sm90::head64 {
-
-struct SplitsOfTile {
-    int rank, count;
-    uint32_t magic;   // of SparseDecodeParams::splits_magic
-    __device__ __forceinline__ int local(int unit) const { return static_cast<int>(unit * magic >> 16); }
-    __device__ __forceinline__ int owner(int unit) const { return unit - local(unit) * count; }
-    template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
-    template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
-    // Where unit number `local` of an owner lies when it comes from split `from`, from the start of its shared memory.
-    template <class C> __device__ __forceinline__ int incoming_offset(int from, int local) const {
-        return (from * units_per_owner<C>() + local) * C::kUnitBytes;
-    }
-};
-
-// By one thread, before the CTA first arrives at the barrier of the cluster.
-template <class C>
-__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits) {
-    ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
-    ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
-    ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * C::kHeads * 4);
-    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
-}
 
 // Where a CTA's results go: of its first head, of which `heads` exist.
 struct OutputTile {
@@ -55,11 +31,6 @@ struct OutputTile {
         lse[static_cast<uint64_t>(head) * lse_stride] = lse2 == -INFINITY ? INFINITY : lse2 * 0.69314718f;
     }
 };
-
-// What the sink leaves of a head with this lse: both base 2. Without keys (lse -inf): 0.
-__device__ __forceinline__ float sink_factor(float sink, float lse) {
-    return lse == -INFINITY ? 0.f : __fdividef(1.f, 1.f + ptx::ex2_ftz(sink - lse));
-}
 
 // The rows of a thread.
 __device__ __forceinline__ int head_of(int thread, int r) { return thread / 32 * 16 + thread % 32 / 4 + 8 * r; }
@@ -177,7 +148,7 @@ __device__ __forceinline__ void write_units(const float (&factor)[2], const Outp
             const uint4 v = ptx::ld_shared_v4(incoming + s * stride);
             x[0] += __uint_as_float(v.x), x[1] += __uint_as_float(v.y), x[2] += __uint_as_float(v.z), x[3] += __uint_as_float(v.w);
         }
-        const int dim = (local * splits.count + splits.rank) * kUnitDims + 8 * half + 2 * (thread % 4);
+        const int dim = splits.own_unit(local) * kUnitDims + 8 * half + 2 * (thread % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int head = head_of(thread, r);

@@ -1,0 +1,51 @@
+// What the kernels share of the merge: the splits of a head tile, a cluster, become one result by a reduce-scatter through
+// distributed shared memory. The result is cut into units of 16 dims, and unit u belongs to rank u % splits.
+#pragma once
+#include <cmath>
+
+#include "ptx/cluster.cuh"
+#include "ptx/convert.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "sm90/decode/sparse/params.h"
+
+namespace flash_mla::sm90 {
+
+struct SplitsOfTile {
+    int rank, count;
+    uint32_t magic;   // of SparseDecodeParams::splits_magic
+    __device__ __forceinline__ explicit SplitsOfTile(const SparseDecodeParams& p)
+        : rank(ptx::cluster_ctarank()), count(p.splits), magic(p.splits_magic) {}
+    __device__ __forceinline__ int local(int unit) const { return static_cast<int>(unit * magic >> 16); }
+    __device__ __forceinline__ int owner(int unit) const { return unit - local(unit) * count; }
+    __device__ __forceinline__ int own_unit(int local) const { return local * count + rank; }
+    template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
+    template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
+    // Where unit number `local` of an owner lies when it comes from split `from`, in bytes of the owner's incoming area.
+    template <class C> __device__ __forceinline__ int incoming_offset(int from, int local) const {
+        return (from * units_per_owner<C>() + local) * C::kUnitBytes;
+    }
+};
+
+// By one thread, before the CTA first arrives at the barrier of the cluster. `more_bytes` from each peer, besides its
+// log-sum-exps.
+template <class C>
+__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, int more_bytes = 0) {
+    ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
+    ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
+    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
+}
+
+// Base 2, as log-sum-exps are.
+__device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head) {
+    return p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) * 1.44269504f : -INFINITY;
+}
+
+// What the sink leaves of a head: 0 for one without keys, whose `lse` is an infinity.
+__device__ __forceinline__ float sink_factor(float sink, float lse) {
+    return fabsf(lse) == INFINITY ? 0.f : __fdividef(1.f, 1.f + ptx::ex2_ftz(sink - lse));
+}
+
+}  // namespace flash_mla::sm90

@@ -143,6 +143,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         arguments.topk = (
             [2048] if arguments.record == "v32" else [0, 512] if arguments.quick else [0, 64, 512]
         )
+    if arguments.s_q and any(tokens % arguments.s_q for tokens in arguments.tokens):
+        parser.error(f"--s-q: got {arguments.s_q}; takes a divisor of all token counts, {arguments.tokens}")
     if arguments.pad_to is not None and arguments.pad_to < max(arguments.heads):
         parser.error(
             f"--pad-to: got {arguments.pad_to}; takes at least the {max(arguments.heads)} real heads"

@@ -1,5 +1,8 @@
 """Time every plan that makes sense at many points, and print the regret of the one chosen.
 
+Calls have real heads only. For 64 heads the plan weighs padded calls as well, so it may well choose
+what is not the best here; `bench_sparse_decode.py --pad-to 64` has those.
+
 Writes every time to `benchmark/results/plan_search.csv`. With `--from-csv` it measures nothing
 and asks today's `sparse_decode_plan` about the recorded times: no GPU needed, so a cost model
 can be tuned anywhere.
@@ -33,7 +36,7 @@ from regret import Choice, Point, Summary, summarize, times_by_point
 
 SPLITS = range(1, 17)
 BLOCK_KEYS = (32, 64)
-HEAD_TILES = (8, 16)
+HEAD_TILES = (8, 16, 64)
 
 TOKENS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
 WIDTHS = [64, 128, 192, 320, 640, 1152, 2048, 4096]
@@ -121,16 +124,17 @@ def chosen_plan(point: Point) -> Choice:
 
 def candidates(point: Point, everything: bool = False) -> list[Choice]:
     """Every admissible choice that may be the best one; all admissible ones if `everything`."""
-    choices = itertools.starmap(Choice, itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS))
-    return [choice for choice in choices if everything or worth_timing(point, choice)]
+    choices = map(Choice._make, itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS))
+    admissible = [choice for choice in choices if choice.head_tile < 64 or choice.block_keys == 64]
+    return [choice for choice in admissible if everything or worth_timing(point, choice)]
 
 
 def worth_timing(point: Point, choice: Choice) -> bool:
     """False for choices that cannot be the best one.
 
-    - A tile with more rows than twice the heads need.
+    - A tile of 16 rows for up to 8 heads or for more than 16, one of 64 for up to 16: `plan.h` has no such choice.
     - Keys per split below 8: eight rows of an instruction's fragment would have no key.
-    - 64 keys a pass where a split has at most 32: the second half of the pass is always empty.
+    - 64 keys a pass, where 32 are to be had, and a split has at most 32: half of the pass is always empty.
     - More than 8 CTAs an SM in all, and more than 2 splits: the SMs are full several times over
       at half the splits, which merge less.
     - 256 keys a split or more where twice the splits would still leave half of the SMs idle: they
@@ -139,11 +143,11 @@ def worth_timing(point: Point, choice: Choice) -> bool:
     head_tile, splits, block_keys = choice
     keys = -(-point.width // splits)
     ctas = point.tokens * splits * -(-point.heads // head_tile)
-    if head_tile >= 2 * point.heads:
+    if head_tile == 16 and not 8 < point.heads <= 16 or head_tile == 64 and point.heads <= 16:
         return False
     if splits > 1 and keys < 8:
         return False
-    if block_keys > 32 and keys <= 32:
+    if head_tile < 64 and block_keys > 32 and keys <= 32:
         return False
     if splits > 2 and ctas > 8 * point.num_sms:
         return False

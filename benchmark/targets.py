@@ -27,6 +27,7 @@ class Target:
     record: str = "v4"
     heads: tuple[int, ...] = (8, 16)
     padded: bool = False
+    s_q: int | None = None  # None: whatever it is
     metric: str = "speedup"
 
     @property
@@ -42,6 +43,7 @@ class Target:
             and self.low <= row["tokens"] <= self.high
             and row["heads"] in self.heads
             and bool(row["pad_to"]) == self.padded
+            and self.s_q in (None, row["s_q"])
         )
         if not here:
             return None
@@ -117,6 +119,7 @@ TARGETS: list[Target] = [
         {2048: (1.15, 1.15)},
         record="v32",
         heads=(64, 128),
+        s_q=2,
     ),
     *_cells(
         "Issue 5: 64 heads, over FlashMLA",

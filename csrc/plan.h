@@ -20,7 +20,7 @@ namespace flash_mla {
 
 struct Plan {
     int head_tile;   // rows of q that a CTA works on
-    int splits;      // CTAs (one cluster) that share the keys of a token
+    int splits;      // CTAs (one cluster) that share the keys of a token and head tile
     int block_keys;  // keys that a CTA holds at a time: 32 with 8 warps, 64 with 16
 };
 
@@ -60,7 +60,7 @@ struct LongestSplit {
     }
 };
 
-// Estimated microseconds of `clusters` tiles of 8 or 16 rows.
+// Estimated microseconds of `clusters` tiles of 8 or 16 rows. `restart`: what a further wave costs besides its blocks.
 inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms, double restart = 2.9) {
     const LongestSplit split(width, plan);
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
@@ -113,8 +113,9 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
 
 // More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
 // cannot look at q. So for 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two
-// cases, and a choice that would make real heads wait much longer than tiles of 64 rows is not taken. Tiles that skip zeros
-// take a little longer, at the start and for every block of 32 keys; the cluster of the zero row more so.
+// cases, and a choice that would make real heads wait 1.3 times as long as tiles of 64 rows is not taken. Tiles that skip
+// zeros take a little longer, at the start and for every 32 keys, and the cluster of the zero row more so; a further wave
+// costs less, as the tiles of a token find each other's keys in L2.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
     Choice large{{64, 1, 64}};
     choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * ((heads + 63) / 64), width, num_sms); });
@@ -122,11 +123,13 @@ inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sm
     const int64_t tiles = (heads + 7) / 8 + 1;   // and the cluster of the zero row
     for (int block_keys : {32, 64}) {
         choose_splits(best, 8, block_keys, [&](const Plan& plan) {
-            const double blocks = LongestSplit(width, plan).blocks * block_keys / 32;
-            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, 2.0) + 0.7 + 0.25 * blocks;
+            constexpr double kRestart = 2.0;
+            const double blocks_of_32 = LongestSplit(width, plan).blocks * block_keys / 32;
+            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, kRestart) + 0.7 + 0.25 * blocks_of_32;
             if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
             if (heads != 64) return real;
-            const double padded = small_tiles_us(plan, tokens * 3, width, num_sms, 2.0) + 1.0 + 0.55 * blocks;   // two tiles, and the zero row's
+            constexpr int kPaddedTiles = 3;   // 16 real heads, and the zero row
+            const double padded = small_tiles_us(plan, tokens * kPaddedTiles, width, num_sms, kRestart) + 1.0 + 0.55 * blocks_of_32;
             return std::cbrt(padded * padded * real);
         });
     }

@@ -1,4 +1,4 @@
-"""Sparse FP8 MLA decoding for 1 to 16 heads on Hopper: FlashMLA's API, see the README.
+"""Sparse FP8 MLA decoding for 1 to 128 heads on Hopper: FlashMLA's API, see the README.
 
 CUDA tensors run the kernels (SM90), CPU tensors the PyTorch reference.
 """

@@ -64,11 +64,13 @@ def test_any_one_byte_dtype(dtype):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_batch_invariance():
-    case = make_case(2, 1, 8, 16)
+@pytest.mark.parametrize("h_q, head_tile", [(8, 8), (16, 16), (20, 64), (64, 64), (128, 64)])
+def test_batch_invariance(h_q, head_tile):
+    case = make_case(2, 1, h_q, 16)
     meta, _ = flash_mla.get_mla_metadata()
     assert_close_flashmla(*case.run(meta, enable_batch_invariant=True), *case.reference())
-    assert meta.plan.splits == 1
+    assert (meta.plan.head_tile, meta.plan.splits, meta.plan.block_keys) == (head_tile, 1, 64)
+    assert "batch-invariant" in str(meta.plan)
 
 
 # ---- FlashMLA's calling forms --------------------------------------------------------------------------

@@ -53,6 +53,14 @@ def test_16_heads_take_two_tiles_of_8_at_few_tokens_and_one_of_16_at_many():
     assert plan(128, 640, 8)[0] == 8  # no more rows than there are
 
 
+def test_many_heads_take_tiles_of_64_rows_from_some_token_count_on():
+    for heads in 32, 64, 100, 128:
+        for width in 128, 640, 2048:
+            assert plan(128, width, heads)[0] == 64
+    # At few tokens tiles of 8 rows have the SMs to themselves, and skip zero rows.
+    assert plan(1, 128, 64)[0] == plan(4, 640, 64)[0] == 8
+
+
 def test_fewer_sms_give_fewer_ctas():
     """At 12 tokens an H200 has SMs for about 10 splits each and an H20 for 6."""
     for tokens in 8, 12, 16:

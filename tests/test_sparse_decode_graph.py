@@ -105,7 +105,7 @@ import torch, flash_mla
 from flash_mla.testing import make_case, assert_close_flashmla
 from flash_mla.kv_cache import RECORDS
 for record in RECORDS:
-    for h_q in 8, 16:
+    for h_q in 8, 16, 24, 128:
         case = make_case(3, 1, h_q, 128, 64, record=record, device="cuda")
         expected = case.reference()
         torch.cuda.synchronize()
@@ -210,10 +210,11 @@ def test_repeated_runs_are_bit_identical(record, tokens, h_q, topk, extra_topk, 
         assert torch.equal(again, out) and torch.equal(lse_again, lse)
 
 
+@pytest.mark.parametrize("h_q", [8, 16, 20, 128])
 @pytest.mark.parametrize("how", ["forced", "batch-invariant"])
-def test_a_token_does_not_depend_on_the_others(record, how, device):
+def test_a_token_does_not_depend_on_the_others(record, how, h_q, device):
     """Under one plan a token alone gives the bits that it gives in a batch."""
-    case = make_case(9, 1, 8, 300, record=record, device=device, lengths="random")
+    case = make_case(9, 1, h_q, 300, record=record, device=device, lengths="random")
 
     def run(case):
         meta = flash_mla.FlashMLASchedMeta()

@@ -1,4 +1,4 @@
-"""What the 64-row tile is for: many heads, many tokens, long lists. And both tiles agree."""
+"""What the 64-row tile is for: many heads, many tokens, long lists. And it agrees with the tile of 16 rows."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_321_requests_of_3_rows(record, splits, device):
 
 @pytest.mark.parametrize("h_q", [1, 8, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize("topk, extra_topk", [(128, 0), (128, 512), (2048, 0)])
-def test_the_two_tiles_agree(record, h_q, topk, extra_topk, device):
+def test_it_agrees_with_the_tile_of_16_rows(record, h_q, topk, extra_topk, device):
     case = make_case(
         5, 1, h_q, topk, extra_topk, record=record, device=device, sinks=True, lengths="random"
     )

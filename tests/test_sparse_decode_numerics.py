@@ -95,6 +95,21 @@ def test_every_scale_that_keeps_keys_finite(record, device):
     check_rows(case, lse_abs=2e-5)
 
 
+@pytest.mark.parametrize("head_tile", [8, 16, 64])
+def test_many_equal_keys_whose_sum_is_not_finite(record, head_tile, device):
+    """2048 keys of 448 * 2^118 in every dim and q = 0: out is their mean."""
+    case = make_case(2, 1, 16, 2048, record=record, device=device)
+    exponents = torch.full((*case.kv.shape[:2], record.num_scales), 245, device=device)
+    rope = torch.zeros(*case.kv.shape[:2], 64, device=device)
+    fill(case, 0x7E, exponents.to(torch.uint8), rope)
+    case.q.zero_()
+    meta = flash_mla.FlashMLASchedMeta().force_plan(head_tile=head_tile, splits=1)
+    out, lse = case.run(meta)
+    expected, expected_lse = case.reference()
+    assert expected[..., : record.nope_dims].float().eq(448 * 2.0**118).all()
+    assert torch.equal(out, expected.to(out.dtype)) and torch.allclose(lse, expected_lse)
+
+
 @pytest.mark.parametrize("byte", [0x7E, 0xFE])
 def test_largest_finite_key_alone(record, byte, device):
     """One key of ±448 * 2^119 in every dim: out is that key."""

@@ -27,7 +27,7 @@ def test_vllm_shape_of_v32(record, tokens, device, any_tile):
 
 
 @pytest.mark.parametrize(
-    "plan", [dict(block_keys=32), dict(head_tile=64)], ids=["tile16", "tile64"]
+    "plan", [dict(block_keys=32), dict(head_tile=64)], ids=["tile8", "tile64"]
 )
 def test_q_and_out_beyond_4_gib(plan, device):
     """70,000 tokens of 128 heads: over 2^32 elements of q and of out, and more tokens than 2^16."""

@@ -11,6 +11,7 @@
 
 #include "api/sparse_decode.h"
 #include "kv_format.h"
+#include "sm90/decode/sparse/params.h"
 
 namespace flash_mla {
 namespace {
@@ -76,7 +77,7 @@ std::string number(int64_t n) { return std::to_string(n); }
 void check_q(const SparseDecodeArguments& a) {
     constexpr const char* takes = "bfloat16 [b, s_q, h_q, d_qk] with a contiguous last dim, h_q 1..128, d_qk 512 (V4) or 576 (V3.2)";
     require(a.q.dim() == 4 && a.q.scalar_type() == ScalarType::BFloat16, kQ, a.q, takes);
-    require(a.h_q() >= 1 && a.h_q() <= 128, kQ, a.q, takes);
+    require(a.h_q() >= 1 && a.h_q() <= kMaxHeads, kQ, a.q, takes);
     require(a.d_qk() == V4Record::kDimQK || a.d_qk() == V32Record::kDimQK, kQ, a.q, takes);
     require(is_last_dim_contiguous(a.q), kQ, a.q, takes);
     check_strides_and_alignment(a.q, kQ);
@@ -250,7 +251,7 @@ std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t h
                                         bool enable_batch_invariant) {
     if (tokens < 0) refuse("tokens", number(tokens), "0 or more");
     if (width < 0) refuse("width", number(width), "0 or more");
-    if (heads < 1 || heads > 128) refuse("heads", number(heads), "1..128");
+    if (heads < 1 || heads > kMaxHeads) refuse("heads", number(heads), "1..128");
     if (num_sms < 1 || num_sms > 4096) refuse("num_sms", number(num_sms), "1..4096");
     const Plan p = enable_batch_invariant ? batch_invariant_plan(static_cast<int>(heads))
                                           : make_plan(tokens, width, static_cast<int>(heads), static_cast<int>(num_sms));

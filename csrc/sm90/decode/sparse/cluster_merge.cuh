@@ -1,12 +1,15 @@
 // What the kernels share of the merge: the splits of a head tile, a cluster, become one result by a reduce-scatter through
 // distributed shared memory. The result is cut into units of 16 dims, and unit u belongs to rank u % splits.
 #pragma once
+#include <cfloat>
 #include <cmath>
 
 #include "ptx/cluster.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/quad.cuh"
+#include "plan.h"
 #include "sm90/decode/sparse/params.h"
 
 namespace flash_mla::sm90 {
@@ -36,6 +39,22 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
+}
+
+// The log-sum-exp of a head over all splits, base 2, -inf without keys. `of_head`: its first split's in shared memory. By a
+// quad, whose lanes (`t`) take every fourth.
+__device__ __forceinline__ float lse_of_splits(uint32_t of_head, SplitsOfTile splits, int t) {
+    float peer[kMaxSplits / 4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 4; ++i) {
+        peer[i] = t + 4 * i < splits.count ? ptx::ld_shared_f32(of_head + 4 * (t + 4 * i)) : -INFINITY;
+        largest = fmaxf(largest, peer[i]);
+    }
+    largest = ptx::quad_max(largest);
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 4; ++i) total += ptx::ex2_ftz(peer[i] - largest);
+    total = ptx::quad_sum(total);
+    return total == 0.f ? -INFINITY : largest + ptx::lg2(total);
 }
 
 // Base 2, as log-sum-exps are.

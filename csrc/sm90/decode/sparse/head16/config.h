@@ -9,6 +9,7 @@
 namespace flash_mla::sm90::head16 {
 
 inline constexpr int kTileDims = 64;    // dims that a lane quad covers with one 16-byte load of e4m3 per lane
+inline constexpr int kLikelyHeads = 16;  // the first rows of a padded call, which are real most often
 inline constexpr int kUnitDims = 16;    // dims of one M tile of P V: the grain in which splits share the merge
 
 // kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kSkipsZeros: a token has more
@@ -95,6 +96,7 @@ struct Config {
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles <= kWarps);
+    static_assert(!kSkipsZeros || kHeadGroups == 1);
     static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);
 };
 

@@ -54,8 +54,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const int sinks = work.is_zero_row ? p.h_q : work.heads;
     const float sink = warp < (work.is_zero_row ? kMaxHeads / 32 : 1) ? load_sink(p, work.first_head + min(static_cast<int>(threadIdx.x), sinks - 1)) : 0.f;
     feeder.locate_first();
-    // Fetching keys for a tile that is then skipped takes bandwidth from others. The first 16 rows are real most often.
-    const bool copies_at_once = !C::kSkipsZeros || work.first_head < 16;
+    // Fetching keys for a tile that is then skipped takes bandwidth from others.
+    const bool copies_at_once = !C::kSkipsZeros || work.first_head < kLikelyHeads;
     if (copies_at_once) feeder.copy_first(0);
 
     // What kind of tile it is, by all warps.

@@ -10,9 +10,8 @@ namespace flash_mla::sm90::head16 {
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t max_splits(int* splits);
 
-// Launches one cluster of p.splits CTAs per token and tile of 8 * kHeadGroups heads, with kSkipsZeros also one per token
-// for the zero row, on the current device, which
-// max_splits has been asked about before.
+// Launches one cluster of p.splits CTAs per token and tile of 8 * kHeadGroups heads (with kSkipsZeros also one per token for
+// the zero row) on the current device, which max_splits has been asked about before.
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream);
 

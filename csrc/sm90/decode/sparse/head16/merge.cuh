@@ -49,21 +49,8 @@ struct PartialWeight {
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            // The lanes of a quad take every fourth split of head g.
-            const uint32_t of_head = shared + C::kPeerLseOffset + 4 * kMaxSplits * (8 * n + g);
-            float peer[kMaxSplits / 4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
-#pragma unroll
-            for (int i = 0; i < kMaxSplits / 4; ++i) {
-                peer[i] = t + 4 * i < splits.count ? ptx::ld_shared_f32(of_head + 4 * (t + 4 * i)) : -INFINITY;
-                largest = fmaxf(largest, peer[i]);
-            }
-            largest = quad_max(largest);
-#pragma unroll
-            for (int i = 0; i < kMaxSplits / 4; ++i) total += ptx::ex2_ftz(peer[i] - largest);
-            total += __shfl_xor_sync(0xffffffffu, total, 1);
-            total += __shfl_xor_sync(0xffffffffu, total, 2);
-            const float all = largest + ptx::lg2(total);
-            lse[n] = total == 0.f ? INFINITY : all;
+            const float all = lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * (8 * n + g), splits, t);
+            lse[n] = all == -INFINITY ? INFINITY : all;
             const float2 own = ptx::ld_shared_f32x2(shared + C::kOwnStatsOffset + 8 * (8 * n + g));
             // 2^(own reference - all): the split's own sum cancels.
             const float to_all = own.y == 0.f ? -INFINITY : own.x - all;

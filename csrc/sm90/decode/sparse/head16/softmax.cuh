@@ -3,6 +3,7 @@
 #include <cfloat>
 
 #include "ptx/convert.cuh"
+#include "ptx/quad.cuh"
 #include "sm90/decode/sparse/head16/scores.cuh"
 
 namespace flash_mla::sm90::head16 {
@@ -73,11 +74,6 @@ __device__ __forceinline__ float lane_max(const ScoreFragment<C>& s) {
     }
     return m[0];
 }
-__device__ __forceinline__ float quad_max(float m) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-}
-
 // The softmax sum of a head over the keys that a warp has seen, as sum * 2^reference. Rows without a key keep sum = 0.
 //
 // V4's RoPE dims have no scale, so a warp that accumulates those has the softmax's own terms at hand and adds them up
@@ -95,7 +91,7 @@ struct SumBesides {
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float m = lane_max<C>(s[n]);
             if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
-                const float row_max = quad_max(m), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
+                const float row_max = ptx::quad_max(m), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
                 sum[n] *= ptx::ex2_ftz(reference[n] - moved);
                 reference[n] = moved;
             }

@@ -44,7 +44,7 @@ struct Accumulator {
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
                 // Row by row: what becomes of a row must not depend on the others.
-                const float row_max = quad_max(m[n]), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
+                const float row_max = ptx::quad_max(m[n]), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
                 const float factor = ptx::ex2_ftz(reference[n] - moved);
                 reference[n] = moved;
                 sum[n] *= factor;

@@ -26,12 +26,12 @@ struct RowSearch {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const int head = row + i * step;
-                const uint16_t* row = q_token + static_cast<uint64_t>(head) * p.q_stride_h;
+                const uint16_t* q_row = q_token + static_cast<uint64_t>(head) * p.q_stride_h;
 #pragma unroll
                 for (int j = 0; j < kLoads; ++j) {
                     const int chunk = lane + 32 * j;
                     words[i][j][0] = words[i][j][1] = words[i][j][2] = words[i][j][3] = 0;
-                    if (head < p.h_q && chunk < kChunks) load_bf16<4, aligned.value>(words[i][j], row + 8 * chunk);
+                    if (head < p.h_q && chunk < kChunks) load_bf16<4, aligned.value>(words[i][j], q_row + 8 * chunk);
                 }
             }
         });

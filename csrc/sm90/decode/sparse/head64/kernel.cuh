@@ -29,7 +29,7 @@ struct CtaPlace {
         tile.lse = p.lse + (static_cast<uint64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row;
         tile.lse_stride = p.s_q.divisor;
         tile.heads = heads;
-        tile.aligned16 = (reinterpret_cast<uintptr_t>(tile.out) & 15) == 0 && p.out_stride_h % 8 == 0;
+        tile.aligned16 = p.out_aligned16;
         tile.aligned4 = p.out_aligned4;
         return tile;
     }

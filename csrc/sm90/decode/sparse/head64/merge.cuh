@@ -95,24 +95,6 @@ __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared
     }
 }
 
-// The log-sum-exp of the thread's row over all splits: base 2, -inf without keys. The lanes of a quad take every fourth.
-template <class C>
-__device__ __forceinline__ float lse_of_all(uint32_t shared, SplitsOfTile splits, int thread, int r) {
-    const uint32_t of_head = shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of(thread, r);
-    float peer[kMaxSplits / 4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
-#pragma unroll
-    for (int i = 0; i < kMaxSplits / 4; ++i) {
-        const int from = thread % 4 + 4 * i;
-        peer[i] = from < splits.count ? ptx::ld_shared_f32(of_head + 4 * from) : -INFINITY;
-        largest = fmaxf(largest, peer[i]);
-    }
-    largest = quad_max(largest);
-#pragma unroll
-    for (int i = 0; i < kMaxSplits / 4; ++i) total += ptx::ex2_ftz(peer[i] - largest);
-    total = quad_sum(total);
-    return total == 0.f ? -INFINITY : largest + ptx::lg2(total);
-}
-
 // Each thread stores 16 bytes for each 8 dims: two dims of its two rows.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulators<C>& out, const float (&weight)[2], uint32_t shared,
@@ -170,7 +152,7 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int head = head_of(thread, r);
-        const float lse = lse_of_all<C>(shared, splits, thread, r);
+        const float lse = lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of(thread, r), splits, thread % 4);
         // 2^(own shift - all): the split's own sum cancels.
         weight[r] = rows.sum[r] == 0.f ? 0.f : ptx::ex2(rows.shift[r] - lse);
         factor[r] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head), lse);

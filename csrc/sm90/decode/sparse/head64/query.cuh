@@ -3,6 +3,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "sm90/decode/sparse/head64/config.h"
+#include "sm90/decode/sparse/query_row.cuh"
 
 namespace flash_mla::sm90::head64 {
 
@@ -12,43 +13,29 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     return chunk / 8 * C::kTileBytes + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-// 8 bf16 of a row.
-template <bool kAligned>
-__device__ __forceinline__ uint4 load_chunk(const uint16_t* p) {
-    if constexpr (kAligned) {
-        return ptx::ld_global_v4(p);
-    } else {
-        uint32_t r[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = ptx::ld_global_u16(p + 2 * i) | ptx::ld_global_u16(p + 2 * i + 1) << 16;
-        return make_uint4(r[0], r[1], r[2], r[3]);
-    }
-}
-
 // Rows from `rows` on do not exist: they are read from the last one that does, and become zeros. (No branch around a load: it
 // would make them wait for one another.)
 template <class C, bool kAligned>
 __device__ __forceinline__ void load_query_rows(const uint16_t* q, uint32_t stride, int rows, uint32_t shared, int thread) {
     constexpr int kChunks = C::Record::kDimQK / 8, kLoads = C::kHeads * kChunks / C::kConsumers;
     static_assert(kLoads * C::kConsumers == C::kHeads * kChunks);
-    uint4 v[kLoads];
+    uint32_t v[kLoads][4];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
         const int n = thread + i * C::kConsumers, row = min(n / kChunks, rows - 1), chunk = n % kChunks;
-        v[i] = load_chunk<kAligned>(q + static_cast<uint64_t>(row) * stride + 8 * chunk);
+        load_bf16<4, kAligned>(v[i], q + static_cast<uint64_t>(row) * stride + 8 * chunk);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
         const int n = thread + i * C::kConsumers, row = n / kChunks, chunk = n % kChunks;
-        if (row >= rows) v[i] = make_uint4(0, 0, 0, 0);
-        ptx::st_shared_v4(shared + C::kQueryOffset + swizzled<C>(row, chunk), v[i].x, v[i].y, v[i].z, v[i].w);
+        if (row >= rows) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;
+        ptx::st_shared_v4(shared + C::kQueryOffset + swizzled<C>(row, chunk), v[i][0], v[i][1], v[i][2], v[i][3]);
     }
 }
 
 template <class C>
 __device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread) {
-    if (aligned16) load_query_rows<C, true>(q, stride, rows, shared, thread);
-    else load_query_rows<C, false>(q, stride, rows, shared, thread);
+    with_alignment(aligned16, [&](auto aligned) { load_query_rows<C, aligned.value>(q, stride, rows, shared, thread); });
     ptx::fence_proxy_async();   // the matrix products read it
 }
 

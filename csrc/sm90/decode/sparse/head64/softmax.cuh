@@ -6,25 +6,19 @@
 
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/quad.cuh"
 #include "sm90/decode/sparse/head64/config.h"
 
 namespace flash_mla::sm90::head64 {
 
 // A row's reference moves only if a score exceeds it by more than this (base 2): then what has been accumulated is rescaled.
 inline constexpr float kSlack = 8.f;
+// Weights stay at or below 2^-kHeadroom, so that the sum of 2^14 equal weights times the largest V is still finite in fp32,
+// and the smallest V that counts are not yet lost below it.
+inline constexpr float kHeadroom = 6.f;
 
-__device__ __forceinline__ float quad_max(float m) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// The softmax of the thread's two rows so far. Weights are 2^(score - shift), where the shift is the reference plus the
-// slack: so weights never exceed 1, nor their sum with V fp32's range. A finite start in place of -inf spares every
-// (-inf) - (-inf).
+// The softmax of the thread's two rows so far. Weights are 2^(score - shift), where the shift is the reference plus slack and
+// headroom. A finite start in place of -inf spares every (-inf) - (-inf).
 struct RowSums {
     float shift[2], sum[2];   // the lanes of a quad have a share each of the sum
     uint32_t masks;           // all that the lane has seen, bit by bit: the sign is set if all of them are -inf
@@ -37,7 +31,7 @@ struct RowSums {
         masks &= __shfl_xor_sync(0xffffffffu, masks, 2);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float all = quad_sum(sum[r]);
+            const float all = ptx::quad_sum(sum[r]);
             sum[r] = masks >> 31 ? 0.f : all;
         }
     }
@@ -71,12 +65,12 @@ __device__ __forceinline__ bool weigh(float (&s)[32], uint32_t (&weights)[16], f
         m[r] = tree[0];
     }
     factor[0] = factor[1] = 1.f;
-    const bool moves = __any_sync(0xffffffffu, m[0] > rows.shift[0] || m[1] > rows.shift[1]);
+    const bool moves = __any_sync(0xffffffffu, m[0] + kHeadroom > rows.shift[0] || m[1] + kHeadroom > rows.shift[1]);
     if (moves) {
         // Row by row: what becomes of a row must not depend on the others.
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float row_max = quad_max(m[r]), moved = row_max > rows.shift[r] ? row_max + kSlack : rows.shift[r];
+            const float row_max = ptx::quad_max(m[r]), moved = row_max + kHeadroom > rows.shift[r] ? row_max + (kSlack + kHeadroom) : rows.shift[r];
             factor[r] = ptx::ex2_ftz(rows.shift[r] - moved);
             rows.shift[r] = moved;
             rows.sum[r] *= factor[r];

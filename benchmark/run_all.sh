@@ -26,5 +26,5 @@ bench --record v32 --heads 64 128 --tokens 128,256 --s-q 2 --targets
 run step_benchmark --peer "$peer" --interface "$interface" --out "$out/step.csv"
 run search_plan --budget-s 120 --out "$out/plan_search.csv"
 # Status 1 is no failure here: for 64 heads the plan weighs padded calls as well.
-"$PYTHON" benchmark/search_plan.py --budget-s 60 --heads 64 128 --tokens $few --out "$out/plan_search_h64_128.csv"
+"$PYTHON" benchmark/search_plan.py --budget-s 60 --heads 64,128 --tokens $few --out "$out/plan_search_h64_128.csv"
 exit $failed

@@ -15,8 +15,8 @@ results=${1:-benchmark/results/sanitizer.txt}
 export PYTHONPATH=.:tests${PYTHONPATH:+:$PYTHONPATH}
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1   # one allocation per tensor, so that its bounds are known
 
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 
 mkdir -p "$(dirname "$results")"
 {
@@ -32,20 +32,34 @@ PY
     echo "program      tests/sanitize.py"
 } >"$results"
 
+options_of() {
+    echo --tool "$1" --target-processes all --error-exitcode 1
+    [ "$1" = memcheck ] && echo --padding 256   # unused bytes between allocations
+    return 0
+}
+
+# Side by side: most of the time is the CPU's.
+for tool in memcheck racecheck; do
+    (
+        status=0
+        "$SANITIZER" $(options_of $tool) "$PYTHON" tests/sanitize.py >"$logs/$tool" 2>&1 || status=$?
+        echo $status >"$logs/$tool.status"
+        echo "$tool has ended with status $status" >&2
+    ) &
+done
+wait
+
 failed=0
 for tool in memcheck racecheck; do
-    options=(--tool "$tool" --target-processes all --error-exitcode 1)
-    [ "$tool" = memcheck ] && options+=(--padding 256)   # unused bytes between allocations
-    echo "== $tool"
-    status=0
-    "$SANITIZER" "${options[@]}" "$PYTHON" tests/sanitize.py 2>&1 | tee "$log" || status=$?
+    log=$logs/$tool status=$(cat "$logs/$tool.status")
     {
         echo
-        echo "compute-sanitizer ${options[*]}"
+        echo "compute-sanitizer" $(options_of $tool)
         echo "exit status $status"
         grep -E 'SUMMARY|agree with the reference' "$log" || echo "no summary"
     } >>"$results"
     if [ "$status" -ne 0 ] || ! grep -q 'SUMMARY: 0 ' "$log" || ! grep -q 'agree with the reference' "$log"; then
+        tail -n 40 "$log"
         failed=1
     fi
 done

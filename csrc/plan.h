@@ -28,14 +28,15 @@ inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are no
 
 // Clusters of `splits` CTAs that run at once with `ctas_per_sm` on an SM, 0 if not even one. GPC sizes differ from chip to
 // chip, and a plan follows from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs
-// behaved as GPCs of 18, 17, five of 16, one of 8 and some rest; with two CTAs on an SM the first two hold 35 each.
+// behaved as GPCs of 18, 17, five of 16, one of 8 and some rest; with two CTAs on an SM the first two hold 35 each, and a
+// cluster of more CTAs than SMs found no place in the small one (10 splits: 20 clusters at once, not 22; 16: 14, not 15).
 inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
     const int gpcs = num_sms / 18, large = std::min(gpcs, 2);
     const int left = num_sms - 16 * gpcs - 2 * large, small = std::min(left, 8), rest = left - small;
     auto in_gpc = [&](int ctas) { return ctas / splits; };
     const int first = in_gpc(ctas_per_sm == 1 ? 18 : 35), second = in_gpc(ctas_per_sm == 1 ? 17 : 35);
     return (large > 0 ? first : 0) + (large > 1 ? second : 0) + (gpcs - large) * in_gpc(16 * ctas_per_sm) +
-           in_gpc(small * ctas_per_sm - (ctas_per_sm - 1)) + (splits <= 2 ? in_gpc(rest * ctas_per_sm) : 0);
+           (splits <= small ? in_gpc(small * ctas_per_sm) : 0) + (splits <= 2 ? in_gpc(rest * ctas_per_sm) : 0);
 }
 
 // How a number of clusters of `splits` CTAs comes to run.
@@ -65,11 +66,11 @@ inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, 
     const LongestSplit split(width, plan);
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
     const Waves waves = waves_of(clusters, plan.splits, 64 / plan.block_keys, num_sms);
-    const double start = 2.7 + 0.95 * waves.ctas_an_sm + (large_blocks ? 0.69 : 0.0) + (wide ? (large_blocks ? 0.22 : 1.2) : 0.0);
+    const double start = 2.7 + 0.95 * waves.ctas_an_sm + (large_blocks ? 0.73 : 0.0) + (wide ? (large_blocks ? 0.22 : 1.2) : 0.0);
     const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.11 : 0.065) * plan.splits;
     // A block has its latency, longer the more CTAs share the SM, and its bytes their time at the SM's share of the
     // memory's bandwidth.
-    const double block = (large_blocks ? (wide ? 3.59 : 1.51) : (wide ? 2.12 : 1.13)) + (large_blocks ? 0.52 : 0.26) * waves.ctas_an_sm;
+    const double block = (large_blocks ? (wide ? 3.59 : 1.51) : (wide ? 2.12 : 1.08)) + (large_blocks ? 0.44 : 0.34) * waves.ctas_an_sm;
     const double memory = 0.096 * waves.ctas_an_sm * split.groups;
     return start + merge + waves.count * (split.blocks * block + memory) + (waves.count - 1) * restart;
 }
@@ -125,11 +126,11 @@ inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sm
         choose_splits(best, 8, block_keys, [&](const Plan& plan) {
             constexpr double kRestart = 2.0;
             const double blocks_of_32 = LongestSplit(width, plan).blocks * block_keys / 32;
-            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, kRestart) + 0.7 + 0.25 * blocks_of_32;
+            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, kRestart) + 0.7 + 0.3 * blocks_of_32;
             if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
             if (heads != 64) return real;
             constexpr int kPaddedTiles = 3;   // 16 real heads, and the zero row
-            const double padded = small_tiles_us(plan, tokens * kPaddedTiles, width, num_sms, kRestart) + 1.0 + 0.55 * blocks_of_32;
+            const double padded = small_tiles_us(plan, tokens * kPaddedTiles, width, num_sms, kRestart) + 1.0 + 0.65 * blocks_of_32;
             return std::cbrt(padded * padded * real);
         });
     }

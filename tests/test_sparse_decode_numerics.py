@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import flash_mla
 from flash_mla import kv_cache
 from flash_mla.kv_cache import V4, V32
 from flash_mla.testing import LSE_REL, assert_close_rownorm, make_case

@@ -72,8 +72,19 @@ def _sparse_decode_on_cpu(*arguments) -> SparseDecodeResult:
 
 
 def _sparse_decode_traced(*arguments) -> SparseDecodeResult:
-    """``sparse_decode_fwd`` in terms of ``sparse_decode_out``."""
+    """``sparse_decode_fwd`` in terms of ``sparse_decode_out``.
+
+    A call also comes here if any of its tensors is on a device that no kernel serves, such as meta: only all of them may be.
+    """
     a = _Arguments(*arguments)
+    for name, value in a._asdict().items():
+        expected = torch.device("cpu") if name == "tile_scheduler_metadata" else a.q.device
+        if isinstance(value, Tensor) and value.device != expected:
+            raise RuntimeError(
+                f"flash_mla: {name}: got a tensor on {value.device}; takes the device of q, {expected}"
+                if name != "tile_scheduler_metadata"
+                else f"flash_mla: {name}: got a tensor on {value.device}; takes None, or a forced plan on the CPU"
+            )
     if a.out_ is None:
         a = a._replace(out_=a.q.new_empty(*a.q.shape[:-1], a.d_v))
     return a.out_, ops.sparse_decode_out(*a), a.tile_scheduler_metadata, a.num_splits

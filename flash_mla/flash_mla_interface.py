@@ -80,13 +80,16 @@ class FlashMLASchedMeta:
         splits: 1..16. head_tile: 8, 16 or 64. block_keys: 32 or 64; 64 with head_tile 64. Any head_tile takes any number
         of heads. The operator refuses other values.
 
-        Raises RuntimeError if a call has used the object already.
+        Raises RuntimeError if a call has used the object already, ValueError if a number is not an int.
         """
+        for name, value in (("splits", splits), ("block_keys", block_keys), ("head_tile", head_tile)):
+            if not isinstance(value, int) or not -(2**31) <= value < 2**31:
+                raise ValueError(f"{name}: got {value!r}; takes an int of 32 bits")
         if self.have_initialized:
             raise RuntimeError(
                 "force_plan: got a FlashMLASchedMeta that a call has already used; takes a fresh one (get_mla_metadata())"
             )
-        self.tile_scheduler_metadata = torch.tensor([head_tile, splits, block_keys], dtype=torch.int32)
+        self.tile_scheduler_metadata = torch.tensor([head_tile, splits, block_keys], dtype=torch.int32, device="cpu")
         return self
 
     @property
@@ -223,6 +226,8 @@ def flash_mla_with_kvcache(
         ("extra_k_cache", extra_k_cache, 4),
         ("extra_indices_in_kvcache", extra_indices_in_kvcache, 3),
     ):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "k_cache")):
+            raise ValueError(f"{name}: got {type(tensor).__name__}; takes a tensor of {dims} dims")
         if tensor is not None and tensor.dim() != dims:
             raise ValueError(f"{name}: got {tensor.dim()} dims, shape {tuple(tensor.shape)}; takes {dims}")
     if softmax_scale is None:

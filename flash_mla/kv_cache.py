@@ -320,7 +320,8 @@ def gather(kv: Tensor, record: Record, slots: Tensor) -> Tensor:
 
     Args:
         kv: [num_blocks, page_block_size, 1, bytes_per_token], one-byte dtype.
-        slots: integer tensor of any shape, every element in 0 .. num_slots(kv) - 1.
+        slots: integer tensor of any shape, every element in 0 .. num_slots(kv) - 1 (not checked: it would
+            synchronize; use ``reference.is_key`` to tell).
 
     Returns:
         float32 [*slots.shape, d_qk]: e4m3 times scale, then the bfloat16 dims.
@@ -339,7 +340,12 @@ def scatter(
     keys: Tensor,
     power_of_two_scales: bool = False,
 ) -> None:
-    """Quantize ``keys`` [*slots.shape, d_qk] into the named tokens of ``kv``; see :func:`pack`."""
+    """Quantize ``keys`` [*slots.shape, d_qk] into the named tokens of ``kv``; see :func:`pack`.
+
+    Raises ValueError if ``keys`` has another shape.
+    """
+    if keys.shape != (*slots.shape, record.d_qk):
+        raise ValueError(f"keys: got {list(keys.shape)}; takes {[*slots.shape, record.d_qk]}, a key for each slot")
     rows, scales = regions(kv, record)
     block, offset = _split(slots, kv)
     row_bytes, scale_bytes = _encode(keys, record, power_of_two_scales)

@@ -70,7 +70,7 @@ def sparse_decode(
 
     width = sum(cache.indices.shape[-1] for cache in caches)
     step = max(1, _CHUNK_BYTES // (max(width, 1) * _BYTES_PER_KEY))
-    with _full_float32():
+    with _full_float32(q.device.type):
         # Rows of one request share nothing, so (request, position) pairs form one list of tokens.
         for start in range(0, b * s_q, step):
             tokens = torch.arange(start, min(start + step, b * s_q), device=q.device)
@@ -143,14 +143,15 @@ def _attend(
 
 
 @contextlib.contextmanager
-def _full_float32() -> Iterator[None]:
-    """No TF32 or bfloat16 in matrix products, whatever the caller has set for his own."""
+def _full_float32(device_type: str) -> Iterator[None]:
+    """No TF32, bfloat16 or autocast in matrix products, whatever the caller has set for his own."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     saved = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
-        yield
+        with torch.autocast(device_type, enabled=False):
+            yield
     finally:
         for backend, precision in zip(backends, saved):
             backend.fp32_precision = precision

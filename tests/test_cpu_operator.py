@@ -64,6 +64,15 @@ def test_any_one_byte_dtype(dtype):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_changes_nothing(dtype):
+    case = make_case(2, 1, 8, 16, 8, sinks=True)
+    expected = case.run()
+    with torch.autocast("cpu", dtype):
+        got = case.run()
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
 @pytest.mark.parametrize("h_q, head_tile", [(8, 8), (16, 16), (20, 64), (64, 64), (128, 64)])
 def test_batch_invariance(h_q, head_tile):
     case = make_case(2, 1, h_q, 16)
@@ -137,7 +146,7 @@ def test_forced_plan_is_shown():
 
 
 def test_interface_file_can_be_vendored():
-    """vLLM copies that one file and replaces one line of it (contract.md)."""
+    """vLLM copies that one file and replaces one line of it."""
     text = inspect.getsource(flash_mla_interface)
     lines = [line for line in text.splitlines() if "flash_mla_cuda = " in line]
     assert lines == ["flash_mla_cuda = torch.ops._flashmla_C"]

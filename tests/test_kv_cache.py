@@ -390,3 +390,9 @@ def byte_zeros(*shape):
 def test_refusals_name_the_argument_what_it_got_and_what_it_takes(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_scatter_refuses_keys_of_another_shape():
+    kv = kv_cache.pack(torch.zeros(2, 4, V4.d_qk), V4)
+    with pytest.raises(ValueError, match=r"keys: got \[3, 511\]; takes \[3, 512\]"):
+        kv_cache.scatter(kv, V4, torch.tensor([0, 1, 2]), torch.zeros(3, 511))

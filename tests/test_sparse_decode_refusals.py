@@ -201,6 +201,20 @@ def test_forced_plans(case, plan, got):
     refused(lambda: case.run(meta), "tile_scheduler_metadata", got, r"1\.\.16.*32 or 64")
 
 
+@pytest.mark.parametrize("splits", ["2", None, 2.5, 2**31])
+def test_forced_plans_of_no_ints(splits):
+    call = flash_mla.FlashMLASchedMeta().force_plan
+    refused(lambda: call(splits=splits), "splits", re.escape(repr(splits)), "an int")
+
+
+@pytest.mark.parametrize("got", [None, [1.0]], ids=["None", "list"])
+@pytest.mark.parametrize("name", ["q", "kv"])
+def test_what_is_no_tensor(name, got):
+    argument = "k_cache" if name == "kv" else name
+    case = make_case(2, 1, 8, 16)
+    refused(case.replace(**{name: got}).run, argument, type(got).__name__, "a tensor")
+
+
 def test_forced_plan_that_is_no_plan(case):
     meta, _ = flash_mla.get_mla_metadata()
     meta.tile_scheduler_metadata = torch.zeros(132, 8, dtype=torch.int32, device=case.q.device)
@@ -324,6 +338,33 @@ def test_tensors_on_cpu_and_gpu(name, device):
     changed = case.replace(**{name: getattr(case, name).cpu()})
     argument = "kv" if name == "q" else name  # q decides; the first that differs is named
     refused(changed.run, argument, "cpu|cuda", "the device of q")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kv", "indices", "topk_length", "attn_sink", "extra_kv", "extra_indices", "extra_topk_length"],
+)
+def test_one_tensor_on_meta(name):
+    """PyTorch takes such a call for one that is traced, where nothing is computed."""
+    case = make_case(2, 1, 8, 16, 24, lengths=[16, 9], extra_lengths=[24, 1], sinks=True)
+    changed = case.replace(**{name: getattr(case, name).to("meta")})
+    refused(changed.run, name, "meta", "the device of q, cpu")
+
+
+def test_out_and_plan_on_meta():
+    case = make_case(2, 1, 8, 16)
+    out = torch.zeros(2, 1, 8, 512, dtype=torch.bfloat16, device="meta")
+    refused(lambda: case.run(out=out), "out_", "meta", "the device of q, cpu")
+    meta = flash_mla.FlashMLASchedMeta()
+    meta.tile_scheduler_metadata = torch.tensor([8, 1, 64], dtype=torch.int32, device="meta")
+    refused(lambda: case.run(meta), "tile_scheduler_metadata", "meta", "on the CPU")
+
+
+def test_a_plan_is_forced_on_the_cpu_whatever_the_default_device():
+    case = make_case(2, 1, 8, 16)
+    with torch.device("meta"):
+        meta = flash_mla.FlashMLASchedMeta().force_plan(splits=3)
+    case.check(meta)
 
 
 @pytest.mark.gpu

@@ -85,7 +85,8 @@ def head_rows(heads: int) -> int:
 
 
 def find(given: str | None) -> Path | None:
-    """The peer's file: the given one, else .peer/ of this repository, else an installed vLLM's.
+    """The peer's file: the given one, else .peer/ of this repository, else the part of vLLM's wheel that the
+    tests have fetched into .cache/, else an installed vLLM's.
 
     Raises FileNotFoundError if a file is given and is not there.
     """
@@ -94,7 +95,7 @@ def find(given: str | None) -> Path | None:
         if not path.is_file():
             raise FileNotFoundError(f"--peer: {given} is not a file; takes the path of a {FILE}")
         return path
-    places = [ROOT / ".peer" / FILE]
+    places = [ROOT / ".peer" / FILE, *sorted(ROOT.glob(f".cache/vllm-*/vllm/{FILE}"))]
     # find_spec does not import vLLM, which would take seconds and register the same operators.
     vllm = importlib.util.find_spec("vllm")
     places += (
@@ -109,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peer",
         default=None,
         metavar="FILE",
-        help=f"FlashMLA's {FILE} (default: .peer/, then an installed vLLM)",
+        help=f"FlashMLA's {FILE} (default: .peer/, then .cache/, then an installed vLLM)",
     )
     parser.add_argument("--no-peer", action="store_true", help="time this package alone")
 

@@ -78,13 +78,11 @@ def _sparse_decode_traced(*arguments) -> SparseDecodeResult:
     """
     a = _Arguments(*arguments)
     for name, value in a._asdict().items():
-        expected = torch.device("cpu") if name == "tile_scheduler_metadata" else a.q.device
+        expected, takes = a.q.device, f"the device of q, {a.q.device}"
+        if name == "tile_scheduler_metadata":
+            expected, takes = torch.device("cpu"), "None, or a forced plan on the CPU"
         if isinstance(value, Tensor) and value.device != expected:
-            raise RuntimeError(
-                f"flash_mla: {name}: got a tensor on {value.device}; takes the device of q, {expected}"
-                if name != "tile_scheduler_metadata"
-                else f"flash_mla: {name}: got a tensor on {value.device}; takes None, or a forced plan on the CPU"
-            )
+            raise RuntimeError(f"flash_mla: {name}: got a tensor on {value.device}; takes {takes}")
     if a.out_ is None:
         a = a._replace(out_=a.q.new_empty(*a.q.shape[:-1], a.d_v))
     return a.out_, ops.sparse_decode_out(*a), a.tile_scheduler_metadata, a.num_splits

@@ -258,6 +258,22 @@ def test_the_documents_figures_are_those_of_the_csvs(capsys):
     assert figures.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_every_target_is_shown():
+    assert set(figures.CSV_OF_TARGETS) == {target.title for target in targets.TARGETS}
+
+
+def test_the_peer_is_found_where_the_tests_have_fetched_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer, "ROOT", tmp_path)
+    fetched = tmp_path / ".cache" / "vllm-0.33.0" / "vllm" / peer.FILE
+    fetched.parent.mkdir(parents=True)
+    fetched.touch()
+    assert peer.find(None) == fetched
+    own = tmp_path / ".peer" / peer.FILE
+    own.parent.mkdir()
+    own.touch()
+    assert peer.find(None) == own
+
+
 def test_figures_stand_between_their_markers():
     text = "a <!-- figures:x:begin -->\nold\n<!-- figures:x:end --> b"
     assert figures.filled(text, "x", "new") == text.replace("old", "new")

@@ -172,6 +172,19 @@ def test_out_in_the_memory_of_an_input(case, name):
     refused(lambda: case.replace(**{name: field}).run(out=out), "out", "BFloat16", f"memory that does not lie .* {name}")
 
 
+@pytest.mark.parametrize(
+    "name", ["indices", "topk_length", "attn_sink", "extra_indices", "extra_topk_length"]
+)
+def test_out_over_what_is_read_along_with_the_keys(case, name):
+    """An early CTA's result would be a later one's lengths."""
+    tensor = getattr(case, name)
+    out = torch.empty(2, 3, 8, 512, dtype=torch.bfloat16, device=case.q.device)
+    inside = out.view(-1).view(torch.uint8)[: tensor.numel() * 4].view(tensor.dtype)
+    inside = inside.view(tensor.shape).copy_(tensor)
+    call = case.replace(**{name: inside}).run
+    refused(lambda: call(out=out), "out", "BFloat16", f"memory that does not lie .* {name}")
+
+
 def test_operator_takes_no_num_splits(case):
     def call():
         torch.ops.flash_mla.sparse_decode_fwd(

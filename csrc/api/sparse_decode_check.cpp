@@ -181,7 +181,15 @@ void check_out(const SparseDecodeArguments& a) {
     };
     check_apart(a.q, kQ);
     check_apart(a.kv, kKv);
-    if (a.extra_kv) check_apart(*a.extra_kv, kExtraKv);
+    check_apart(a.indices, kIndices);
+    auto check_apart_if_given = [&](const OptionalTensor& t, const char* argument) {
+        if (t) check_apart(*t, argument);
+    };
+    check_apart_if_given(a.topk_length, "topk_length");
+    check_apart_if_given(a.attn_sink, "attn_sink");
+    check_apart_if_given(a.extra_kv, kExtraKv);
+    check_apart_if_given(a.extra_indices, kExtraIndices);
+    check_apart_if_given(a.extra_topk_length, "extra_topk_length");
 }
 
 void check_forced_plan(const SparseDecodeArguments& a) {

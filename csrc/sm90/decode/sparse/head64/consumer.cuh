@@ -99,6 +99,7 @@ struct Consumer {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         pin(out);
+        __syncwarp();   // one lane arrives for all, which have read weights, factors and masks
         if (lane == 0) ptx::mbarrier_arrive(shared + C::kEmptyOffset + 8 * stage);
     }
 };

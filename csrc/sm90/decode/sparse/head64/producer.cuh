@@ -173,7 +173,8 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         nan = 0;
         // Loads come before the fence: behind it, ptxas puts them off for long.
         found = Finder::look_up(shared, i + 1, warp, at.key % C::kKeysPerWarp);
-        fetch_scales(at.key);   // every lane has had those of this block: __any_sync above
+        __syncwarp();   // every lane has had the scales of this block
+        fetch_scales(at.key);
         unrolled<0, C::kFirstTiles>(load_tile);
         hand_over(full);
         convert(std::integer_sequence<int, C::kFirstTiles, C::kDataTiles>());

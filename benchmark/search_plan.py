@@ -125,7 +125,7 @@ def chosen_plan(point: Point) -> Choice:
 def candidates(point: Point, everything: bool = False) -> list[Choice]:
     """Every admissible choice that may be the best one; all admissible ones if `everything`."""
     choices = map(Choice._make, itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS))
-    admissible = [choice for choice in choices if choice.head_tile < 64 or choice.block_keys == 64]
+    admissible = [choice for choice in choices if choice.head_tile == 8 or choice.block_keys == 64]
     return [choice for choice in admissible if everything or worth_timing(point, choice)]
 
 
@@ -147,7 +147,7 @@ def worth_timing(point: Point, choice: Choice) -> bool:
         return False
     if splits > 1 and keys < 8:
         return False
-    if head_tile < 64 and block_keys > 32 and keys <= 32:
+    if head_tile == 8 and block_keys > 32 and keys <= 32:
         return False
     if splits > 2 and ctas > 8 * point.num_sms:
         return False

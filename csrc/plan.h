@@ -3,11 +3,11 @@
 // Why a model and not a table: the same choice has to be right on 132 SMs (H100, H200) and 78 (H20), and for every
 // width. The CTAs that share the keys of a token and a head tile are a cluster. A call's time is about
 //
-//     start + merge(splits) + waves * (blocks of the longest split * time of a block + memory time) + restarts
+//     start + merge(splits) + waves * blocks of the longest split * time of a block + restarts
 //
 // where a wave is as many clusters as the GPU holds at once. Clusters do not cross GPCs, so a wave has room for fewer
 // than the SM count suggests, and one cluster too many costs a whole wave: this decides most choices. Every (head_tile,
-// splits, block_keys) is tried, 64 candidates at most, and the cheapest taken: about a microsecond of host time. The
+// splits, block_keys) is tried, 48 candidates at most, and the cheapest taken: a microsecond or two of host time. The
 // constants are fitted to times on one H200; benchmark/search_plan.py measures the candidates for 8 and 16 heads and prints what
 // the model's choice loses to the best.
 #pragma once
@@ -31,12 +31,24 @@ inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are no
 // behaved as GPCs of 18, 17, five of 16, one of 8 and some rest; with two CTAs on an SM the first two hold 35 each, and a
 // cluster of more CTAs than SMs found no place in the small one (10 splits: 20 clusters at once, not 22; 16: 14, not 15).
 inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
+    if (splits == 1) return int64_t{num_sms} * ctas_per_sm;
     const int gpcs = num_sms / 18, large = std::min(gpcs, 2);
     const int left = num_sms - 16 * gpcs - 2 * large, small = std::min(left, 8), rest = left - small;
     auto in_gpc = [&](int ctas) { return ctas / splits; };
     const int first = in_gpc(ctas_per_sm == 1 ? 18 : 35), second = in_gpc(ctas_per_sm == 1 ? 17 : 35);
     return (large > 0 ? first : 0) + (large > 1 ? second : 0) + (gpcs - large) * in_gpc(16 * ctas_per_sm) +
-           (splits <= small ? in_gpc(small * ctas_per_sm) : 0) + (splits <= 2 ? in_gpc(rest * ctas_per_sm) : 0);
+           (splits <= small ? in_gpc(small * ctas_per_sm) : 0) + (splits == 2 ? in_gpc(rest * ctas_per_sm) : 0);
+}
+
+// Clusters of a token. Tiles of 8 rows of more than 16 heads skip zero rows: one more cluster works on the zero row.
+inline int64_t tiles_of_token(int head_tile, int64_t heads) {
+    return (heads + head_tile - 1) / head_tile + (head_tile == 8 && heads > 16 ? 1 : 0);
+}
+
+// How many CTAs are to share an SM. Two with blocks of 32 keys; but if all clusters find a place with one CTA an SM, that is what
+// they get, as the GPU would put some beside each other and leave other SMs empty.
+inline int ctas_per_sm(const Plan& plan, int64_t clusters, int num_sms) {
+    return plan.block_keys == 64 || clusters <= concurrent_clusters(plan.splits, 1, num_sms) ? 1 : 2;
 }
 
 // How a number of clusters of `splits` CTAs comes to run.
@@ -45,43 +57,36 @@ struct Waves {
 };
 
 inline Waves waves_of(int64_t clusters, int splits, int ctas_per_sm, int num_sms) {
-    const int64_t at_once = splits == 1 ? int64_t{num_sms} * ctas_per_sm : concurrent_clusters(splits, ctas_per_sm, num_sms);
+    const int64_t at_once = concurrent_clusters(splits, ctas_per_sm, num_sms);
     if (at_once == 0) return {std::numeric_limits<double>::infinity(), 0.0};
     return {static_cast<double>((clusters + at_once - 1) / at_once),
             static_cast<double>(std::min(clusters, at_once) * splits) / num_sms};
 }
 
-// The longest split: groups of 16 keys, and blocks of them.
-struct LongestSplit {
-    double groups, blocks;
-    LongestSplit(int64_t width, const Plan& plan) {
-        const int64_t all = std::max<int64_t>(1, (width + 15) / 16), in_block = plan.block_keys / 16;
-        const int64_t in_split = (all + plan.splits - 1) / plan.splits;
-        groups = static_cast<double>(in_split), blocks = static_cast<double>((in_split + in_block - 1) / in_block);
-    }
-};
+// Splits are multiples of 16 keys.
+inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
+    const int64_t groups = std::max<int64_t>(1, (width + 15) / 16), in_block = plan.block_keys / 16;
+    const int64_t in_split = (groups + plan.splits - 1) / plan.splits;
+    return static_cast<double>((in_split + in_block - 1) / in_block);
+}
 
-// Estimated microseconds of `clusters` tiles of 8 or 16 rows. `restart`: what a further wave costs besides its blocks.
-inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms, double restart = 2.9) {
-    const LongestSplit split(width, plan);
+// Estimated microseconds of `clusters` tiles of 8 or 16 rows, `per_sm` CTAs an SM. `restart`: what a further wave costs besides
+// its blocks. CTAs that share an SM wait for each other, and all SMs share the memory's bandwidth.
+inline double small_tiles_us(const Plan& plan, int64_t clusters, int per_sm, int64_t width, int num_sms, double restart) {
+    const double blocks = blocks_of_longest_split(width, plan);
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
-    const Waves waves = waves_of(clusters, plan.splits, 64 / plan.block_keys, num_sms);
-    const double start = 2.7 + 0.95 * waves.ctas_an_sm + (large_blocks ? 0.73 : 0.0) + (wide ? (large_blocks ? 0.22 : 1.2) : 0.0);
-    const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.11 : 0.065) * plan.splits;
-    // A block has its latency, longer the more CTAs share the SM, and its bytes their time at the SM's share of the
-    // memory's bandwidth.
-    const double block = (large_blocks ? (wide ? 3.59 : 1.51) : (wide ? 2.12 : 1.08)) + (large_blocks ? 0.44 : 0.34) * waves.ctas_an_sm;
-    const double memory = 0.096 * waves.ctas_an_sm * split.groups;
-    return start + merge + waves.count * (split.blocks * block + memory) + (waves.count - 1) * restart;
+    const Waves waves = waves_of(clusters, plan.splits, per_sm, num_sms);
+    const double start = 2.82 + 0.22 * waves.ctas_an_sm + (per_sm > 1 ? 0.57 : 0.0) + (large_blocks ? 0.93 : 0.0) + (wide ? 0.99 : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.07 : 0.06) * plan.splits;
+    const double block = (large_blocks ? (wide ? 2.06 : 1.53) : 1.19) + (per_sm > 1 ? 0.28 : 0.0) + (large_blocks ? 0.39 : 0.13) * waves.ctas_an_sm;
+    return start + merge + waves.count * blocks * block + (waves.count - 1) * restart;
 }
 
 // The same of tiles of 64 rows, a CTA an SM: another wave costs a whole start.
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
-    const LongestSplit split(width, plan);
     const Waves waves = waves_of(clusters, plan.splits, 1, num_sms);
-    const double merge = plan.splits == 1 ? 0.0 : 3.0 + 0.2 * plan.splits;
-    return 5.0 + 1.5 * waves.ctas_an_sm + merge + waves.count * (2.19 * split.blocks + 0.038 * waves.ctas_an_sm * split.groups) +
-           (waves.count - 1) * 7.9;
+    const double merge = plan.splits == 1 ? 0.0 : 3.3 + 0.08 * plan.splits + 0.64 * std::max(0, plan.splits - 12);
+    return 5.2 + 2.0 * waves.ctas_an_sm + merge + waves.count * blocks_of_longest_split(width, plan) * 2.1 + (waves.count - 1) * 9.0;
 }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.
@@ -102,35 +107,36 @@ void choose_splits(Choice& best, int head_tile, int block_keys, Estimate estimat
 // Up to 16 heads: two tiles of 8 rows beside each other, or one of 16.
 inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
     Choice best{{8, 1, 32}};
-    for (int head_tile : {8, 16}) {
-        if (head_tile == 16 && heads <= 8) continue;
-        const int64_t tiles = (heads + head_tile - 1) / head_tile;
-        for (int block_keys : {32, 64}) {
-            choose_splits(best, head_tile, block_keys, [&](const Plan& plan) { return small_tiles_us(plan, tokens * tiles, width, num_sms); });
-        }
-    }
+    auto try_tile = [&](int head_tile, int block_keys) {
+        const int64_t clusters = tokens * tiles_of_token(head_tile, heads);
+        choose_splits(best, head_tile, block_keys, [&](const Plan& plan) {
+            return small_tiles_us(plan, clusters, ctas_per_sm(plan, clusters, num_sms), width, num_sms, 3.46);
+        });
+    };
+    try_tile(8, 32);
+    try_tile(8, 64);
+    if (heads > 8) try_tile(16, 64);
     return best.plan;
 }
 
 // More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
 // cannot look at q. So for 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two
 // cases, and a choice that would make real heads wait 1.3 times as long as tiles of 64 rows is not taken. Tiles that skip
-// zeros take a little longer, at the start and for every 32 keys, and the cluster of the zero row more so; a further wave
-// costs less, as the tiles of a token find each other's keys in L2.
+// zeros take a little longer; a further wave costs less, as the tiles of a token find each other's keys in L2.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
     Choice large{{64, 1, 64}};
-    choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * ((heads + 63) / 64), width, num_sms); });
+    choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * tiles_of_token(64, heads), width, num_sms); });
     Choice best = large;
-    const int64_t tiles = (heads + 7) / 8 + 1;   // and the cluster of the zero row
+    const int64_t clusters = tokens * tiles_of_token(8, heads);
     for (int block_keys : {32, 64}) {
         choose_splits(best, 8, block_keys, [&](const Plan& plan) {
-            constexpr double kRestart = 2.0;
-            const double blocks_of_32 = LongestSplit(width, plan).blocks * block_keys / 32;
-            const double real = small_tiles_us(plan, tokens * tiles, width, num_sms, kRestart) + 0.7 + 0.3 * blocks_of_32;
+            const int per_sm = ctas_per_sm(plan, clusters, num_sms);
+            auto us = [&](int64_t working) { return small_tiles_us(plan, working, per_sm, width, num_sms, 2.55) + 0.6; };
+            const double real = us(clusters);
             if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
             if (heads != 64) return real;
             constexpr int kPaddedTiles = 3;   // 16 real heads, and the zero row
-            const double padded = small_tiles_us(plan, tokens * kPaddedTiles, width, num_sms, kRestart) + 1.0 + 0.65 * blocks_of_32;
+            const double padded = us(tokens * kPaddedTiles);
             return std::cbrt(padded * padded * real);
         });
     }

@@ -91,17 +91,19 @@ def record(request):
     return request.param
 
 
-@pytest.fixture(params=[None, 1], ids=["planned", "tile64"])
-def any_tile(request, monkeypatch):
-    """Runs a test as planned, then with the 64-row tile forced upon calls without a plan of their own.
+# Besides what the plan chooses, which is mostly tiles of 8 rows on blocks of 32 keys: (head_tile, splits).
+FORCED_TILES = [None, (8, 2), (16, 1), (64, 1)]
 
-    The parameter is the number of splits to force, or None.
-    """
-    splits = request.param
-    if splits is not None:
+
+@pytest.fixture(params=FORCED_TILES, ids=["planned", "tile8", "tile16", "tile64"])
+def any_tile(request, monkeypatch):
+    """Runs a test as planned, then with blocks of 64 keys in every tile, for calls without a plan of their own."""
+    if request.param is not None:
+        head_tile, splits = request.param
 
         def get_mla_metadata(*_, **__):
-            return flash_mla.FlashMLASchedMeta().force_plan(head_tile=64, splits=splits), None
+            meta = flash_mla.FlashMLASchedMeta()
+            return meta.force_plan(head_tile=head_tile, splits=splits, block_keys=64), None
 
         monkeypatch.setattr(flash_mla, "get_mla_metadata", get_mla_metadata)
 

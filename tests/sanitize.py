@@ -38,7 +38,7 @@ def main() -> None:
             plan = FlashMLASchedMeta().force_plan(
                 head_tile=head_tile,
                 splits=splits,
-                block_keys=64 if head_tile == 64 else block_keys,
+                block_keys=block_keys if head_tile == 8 else 64,
             )
             out, lse = on_gpu.run(plan)
             assert_close_flashmla(out.cpu(), lse.cpu(), *reference)

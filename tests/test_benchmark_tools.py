@@ -335,7 +335,7 @@ def test_a_configuration_is_checked_and_then_timed(workload, monkeypatch):
         return timed
 
     api = ReferenceApi()
-    plan = types.SimpleNamespace(head_tile=16, splits=4, block_keys=32)
+    plan = types.SimpleNamespace(head_tile=16, splits=4, block_keys=64)
     meta = types.SimpleNamespace(plan=plan)
     monkeypatch.setattr(flash_mla.timing, "time_graphs", fake_timing)
     monkeypatch.setattr(flash_mla, "get_mla_metadata", lambda: (meta, None), raising=False)
@@ -346,7 +346,7 @@ def test_a_configuration_is_checked_and_then_timed(workload, monkeypatch):
     shape = Shape.of_width(2, 8, 128)
     row = bench_sparse_decode.measure(workload, shape, arguments, ReferenceApi(), MACHINE)
     assert set(row) == set(bench_sparse_decode.FIELDS) and row["status"] == "ok"
-    assert row["speedup"] == 3.0 and row["native_us"] == 4.0 and row["plan"] == "16/4/32"
+    assert row["speedup"] == 3.0 and row["native_us"] == 4.0 and row["plan"] == "16/4/64"
     assert row["ours_spread"] == pytest.approx(0.3)
     assert row["gbs"] == pytest.approx(2 * 128 * 584 / 5e-6 / 1e9)
     assert row["hbm_fraction"] == pytest.approx(row["gbs"] / 4800)
@@ -420,7 +420,7 @@ def test_every_point_keeps_candidates_of_few_and_of_many_splits():
             for heads in search_plan.HEADS:
                 point = Point(tokens, width, heads, 132)
                 kept = search_plan.candidates(point)
-                assert 2 <= len(kept) <= len(search_plan.candidates(point, everything=True)) == 80
+                assert 2 <= len(kept) <= len(search_plan.candidates(point, everything=True)) == 64
 
 
 def test_candidates_left_out():
@@ -428,8 +428,8 @@ def test_candidates_left_out():
     assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(8, 4, 64))  # half of it empty
     assert not search_plan.worth_timing(Point(128, 640, 8, 132), Choice(8, 16, 32))  # 2048 CTAs
     assert not search_plan.worth_timing(Point(1, 4096, 8, 132), Choice(8, 1, 64))  # 131 idle SMs
-    assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(16, 4, 32))  # 8 rows too many
-    assert search_plan.worth_timing(Point(1, 128, 9, 132), Choice(16, 4, 32))
+    assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(16, 2, 64))  # 8 rows too many
+    assert search_plan.worth_timing(Point(1, 128, 9, 132), Choice(16, 4, 64))
     assert not search_plan.worth_timing(Point(1, 128, 16, 132), Choice(64, 2, 64))
     assert search_plan.worth_timing(Point(1, 128, 64, 132), Choice(64, 2, 64))
     assert search_plan.worth_timing(Point(1, 128, 4, 132), Choice(8, 4, 32))  # no tile is smaller

@@ -157,6 +157,43 @@ def test_scales_that_differ_between_keys_and_groups(record, spread, device):
     check_rows(case, lse_abs=2e-5)
 
 
+@pytest.mark.parametrize("h_q", [8, 16])
+@pytest.mark.parametrize(
+    "exponents",
+    [
+        (0, -4, 4, -7, 7),
+        (0, 0, -12, 0, 12),
+        (20, 0, -20, -40, 0),
+        (20, -20),
+        (-20, 20),
+        (-30, -30, -9, 0, 30),
+        (0, 8, 16, 24, 32),
+        (0, -8, -16, -24, -32),
+    ],
+    ids=lambda exponents: "/".join(map(str, exponents)),
+)
+@pytest.mark.parametrize("gap", [2.0, 25.0])
+def test_blocks_with_scales_of_their_own(record, exponents, gap, h_q, device):
+    """Rows prefer one block of 64 keys each by ``gap``, whether its scales are the largest or the smallest.
+
+    Their RoPE parts choose the block, too small to be seen in V; the other dims hardly add to logits.
+    """
+    case = make_case(2, 1, h_q, 64 * len(exponents), record=record, device=device)
+    generator = torch.Generator(device=device).manual_seed(h_q)
+    slots = torch.arange(case.kv.shape[0] * case.kv.shape[1], device=device)
+    case.indices = slots[: case.indices.shape[-1]].int().expand(2, 1, -1).contiguous()
+    block = (slots // 64).clamp(max=len(exponents) - 1).view(case.kv.shape[:2])
+    shape = (*case.kv.shape[:2], record.num_scales)
+    scales = 127 + torch.tensor(exponents, device=device)[block][..., None].expand(shape)
+    rope = torch.nn.functional.one_hot(block, record.rope_dims) * 2.0**-60
+    fill(case, random_data(case, generator), scales.to(torch.uint8), rope)
+    case.q[..., : record.nope_dims] *= 2.0**-60
+    case.q[..., record.nope_dims :] = 0
+    for head in range(h_q):
+        case.q[..., head, record.nope_dims + head % len(exponents)] = 2.0**60 * gap / case.sm_scale
+    check_rows(case, lse_abs=2e-5)
+
+
 def test_v32_scales_that_are_no_powers_of_two(device):
     case = make_case(4, 1, 8, 150, 60, record=V32, device=device)
     generator = torch.Generator(device=device).manual_seed(0)

@@ -7,7 +7,10 @@ import flash_mla
 from flash_mla.testing import assert_close_flashmla, make_case
 
 ANY_TILE = pytest.mark.parametrize(
-    "any_tile", [None, 1, 3], indirect=True, ids=["planned", "tile64", "tile64-splits3"]
+    "any_tile",
+    [None, (16, 3), (64, 1), (64, 3)],
+    indirect=True,
+    ids=["planned", "tile16-splits3", "tile64", "tile64-splits3"],
 )
 pytestmark = pytest.mark.gpu
 

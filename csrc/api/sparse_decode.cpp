@@ -115,14 +115,10 @@ Kernel choose_kernel(int64_t heads) {
     return {max_splits<Record, kHeadGroups, kKeys, false>, launch<Record, kHeadGroups, kKeys, false>};
 }
 
-template <class Record, int kHeadGroups>
-Kernel choose_kernel(int64_t heads, const Plan& plan) {
-    return plan.block_keys == 64 ? choose_kernel<Record, kHeadGroups, 64>(heads) : choose_kernel<Record, kHeadGroups, 32>(heads);
-}
-
 template <class Record>
 Kernel choose_kernel(int64_t heads, const Plan& plan) {
-    return plan.head_tile == 8 ? choose_kernel<Record, 1>(heads, plan) : choose_kernel<Record, 2>(heads, plan);
+    if (plan.head_tile == 16) return choose_kernel<Record, 2, 64>(heads);
+    return plan.block_keys == 64 ? choose_kernel<Record, 1, 64>(heads) : choose_kernel<Record, 1, 32>(heads);
 }
 
 Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
@@ -134,16 +130,20 @@ Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
     return record == RecordKind::kV4 ? choose_kernel<V4Record>(heads, plan) : choose_kernel<V32Record>(heads, plan);
 }
 
-// The plan knows the SM count only; a GPU may have no place for a cluster that large.
-void fit_plan(const SparseDecodeArguments& a, Plan& plan, const Kernel& kernel) {
-    int fits = 0;
+// The plan knows the SM count only; a GPU may have no place for a cluster that large. Returns whether CTAs are to be alone on
+// their SM.
+bool fit_plan(const SparseDecodeArguments& a, Plan& plan, const Kernel& kernel, int num_sms) {
+    MaxSplits fits;
     check_cuda(kernel.max_splits(&fits), "setting up sparse_decode");
-    if (plan.splits <= fits) return;
-    if (a.tile_scheduler_metadata) {
-        throw std::runtime_error("flash_mla: tile_scheduler_metadata: got a forced plan of " + std::to_string(plan.splits) +
-                                 " splits; takes at most " + std::to_string(fits) + " on this GPU");
+    if (plan.splits > fits.shared) {
+        if (a.tile_scheduler_metadata) {
+            throw std::runtime_error("flash_mla: tile_scheduler_metadata: got a forced plan of " + std::to_string(plan.splits) +
+                                     " splits; takes at most " + std::to_string(fits.shared) + " on this GPU");
+        }
+        plan.splits = fits.shared;
     }
-    plan.splits = fits;
+    const int64_t clusters = a.tokens() * tiles_of_token(plan.head_tile, a.h_q());
+    return ctas_per_sm(plan, clusters, num_sms) == 1 && plan.splits <= fits.alone;
 }
 
 }  // namespace
@@ -166,13 +166,13 @@ SparseDecodeResult sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Option
     if (a.tokens() > 0) {
         Plan plan = choose_plan(a, num_sms);
         const Kernel kernel = choose_kernel(record, a.h_q(), plan);
-        fit_plan(a, plan, kernel);
+        const bool alone = fit_plan(a, plan, kernel, num_sms);
         const SparseDecodeParams p = make_params(a, plan, out, lse);
         void* stream = nullptr;
         if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, &stream)) {
             throw std::runtime_error("flash_mla: q: got a CUDA tensor, but this torch has no CUDA stream to offer");
         }
-        check_cuda(kernel.launch(p, a.tokens(), static_cast<cudaStream_t>(stream)), "launch of sparse_decode");
+        check_cuda(kernel.launch(p, a.tokens(), alone, static_cast<cudaStream_t>(stream)), "launch of sparse_decode");
     }
     return {out, lse, tile_scheduler_metadata, num_splits};
 }

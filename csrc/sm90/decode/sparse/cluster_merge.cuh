@@ -41,6 +41,27 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
 }
 
+// A head's log-sum-exp of this split (base 2; -inf without keys) to CTAs first, first + step, ... of the cluster. To the own one
+// by an ordinary store, seen after the CTA's next barrier: memcheck takes a cluster of one CTA for none.
+template <class C>
+__device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, SplitsOfTile splits, int first, int step) {
+    const uint32_t at = shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank);
+    for (int peer = first; peer < splits.count; peer += step) {
+        if (peer == splits.rank) ptx::st_shared_f32(at, lse);
+        else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
+    }
+}
+
+// 16 bytes of a partial result to their owner; `to`: where in its shared memory. Likewise.
+template <class C>
+__device__ __forceinline__ void send(float4 v, uint32_t to, int owner, uint32_t shared, SplitsOfTile splits) {
+    if (owner == splits.rank) {
+        ptx::st_shared_v4(to, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
+    } else {
+        ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
+    }
+}
+
 // The log-sum-exp of a head over all splits, base 2, -inf without keys. `of_head`: its first split's in shared memory. By a
 // quad, whose lanes (`t`) take every fourth.
 __device__ __forceinline__ float lse_of_splits(uint32_t of_head, SplitsOfTile splits, int t) {

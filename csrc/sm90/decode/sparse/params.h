@@ -9,6 +9,10 @@ inline constexpr int kKeysPerGroup = 16;
 
 inline constexpr int kMaxHeads = 128;   // h_q
 
+// Dims of a tile: 128 bytes of bf16, the width of a swizzle; of e4m3, what a lane quad covers with a 16-byte load per lane.
+inline constexpr int kTileDims = 64;
+inline constexpr int kUnitDims = 16;    // M of the values' matrix product: the grain in which splits share the merge
+
 // Exact n / d for 0 <= n < 2^31 as one multiplication and two shifts (Granlund and Montgomery's method, with
 // 2n in place of n so that d = 1 needs no special case).
 struct FastDivisor {
@@ -37,6 +41,11 @@ struct KeySource {
     uint32_t block_stride16 = 0;           // in units of 16 bytes
     uint32_t num_slots = 0;                // a slot at or past this, or negative, is no key
     FastDivisor page;                      // page_block_size
+};
+
+// The largest clusters that fit a device, and those that do with no two CTAs on an SM.
+struct MaxSplits {
+    int shared = 0, alone = 0;
 };
 
 // Strides are 32 bits wide: the product with an index is one instruction, and a larger stride is refused.

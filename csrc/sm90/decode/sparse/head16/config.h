@@ -4,13 +4,12 @@
 
 #include "kv_format.h"
 #include "plan.h"
+#include "sm90/decode/sparse/keys.cuh"
 #include "sm90/decode/sparse/params.h"
 
 namespace flash_mla::sm90::head16 {
 
-inline constexpr int kTileDims = 64;    // dims that a lane quad covers with one 16-byte load of e4m3 per lane
 inline constexpr int kLikelyHeads = 16;  // the first rows of a padded call, which are real most often
-inline constexpr int kUnitDims = 16;    // dims of one M tile of P V: the grain in which splits share the merge
 
 // kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kSkipsZeros: a token has more
 // tiles than this one, and those of zero rows are skipped.
@@ -67,6 +66,14 @@ struct Config {
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
+    // Weights that all warps share, as B fragments (shared_softmax.cuh): [head][key] in f16, V4 also in bf16; and factors of V's
+    // scales, [scale row][key].
+    static constexpr bool kSharesWeights = kKeys == 64;
+    static constexpr int kWeightBytes = !kSharesWeights ? 0 : kHeads * kKeys * 2;
+    static constexpr int kWeightFormats = Record::kRopeInV ? 2 : 1;
+    static constexpr int kOwnHeads = (kHeads + kWarps - 1) / kWarps;   // whose softmax a warp computes
+    static constexpr int kQuantizedRows = Record::kNumScales;
+    static constexpr int kFactorBytes = !kSharesWeights ? 0 : kQuantizedRows * kKeys * 2;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
     static constexpr int kUnscaleBytes = kTiles * kHeads * 4;              // [tile][head]
     static constexpr int kScaleStride = kKeys + 8;                        // floats; as kScoreStride
@@ -81,8 +88,14 @@ struct Config {
     static constexpr int kScaleArraysOffset = kUnscaleOffset + kUnscaleBytes;
     static constexpr int kMaskOffset = kScaleArraysOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
     static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see Ring
-    static constexpr int kOwnStatsOffset =                                        // {reference, sum} per head
-        std::max(kFetchTableOffset + 2 * kKeys * 8, kIncomingOffset + 45 * kUnitBytes);
+    static constexpr int kWeightOffset = kFetchTableOffset + 2 * kKeys * 8;
+    static constexpr int kFactorOffset = kWeightOffset + kWeightFormats * kWeightBytes;
+    static_assert(kWeightOffset % 16 == 0);
+    static constexpr int kHeadUpdateOffset =                                        // [head], see HeadUpdate
+        std::max(kFactorOffset + kFactorBytes, kIncomingOffset + 45 * kUnitBytes);
+    static constexpr int kRowUpdateOffset = kHeadUpdateOffset + kHeads * 8;           // [scale row], see RowUpdate
+    static constexpr int kWideReferenceOffset = kRowUpdateOffset + kQuantizedRows * 16;   // [warp][head], see SharedSoftmax
+    static constexpr int kOwnStatsOffset = kWideReferenceOffset + kWarps * kHeads * 4;  // {reference, sum} per head
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
     static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
@@ -92,7 +105,10 @@ struct Config {
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp], of this CTA
     static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
     static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
-    static constexpr int kSharedBytes = kTokenOffset + 4;
+    static constexpr int kListsOffset = (kTokenOffset + 4 + 15) / 16 * 16;   // IndexLists
+    static constexpr int kSharedBytes = kListsOffset + IndexLists::kBytes;
+    static constexpr int kSharedBytesAlone = std::max(kSharedBytes, 115 * 1024);   // no second CTA of as many fits on an SM
+    static_assert(2 * (kSharedBytesAlone + 1024) > 228 * 1024);
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles <= kWarps);

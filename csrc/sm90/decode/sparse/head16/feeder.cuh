@@ -50,17 +50,19 @@ struct KeyFeeder {
         const uint32_t lanes = ((1u << C::kKeysPerWarp) - 1) << (C::kKeysPerWarp * i);
         if (i < first_blocks) ring.copy(Stage::make<C>(i), first_key, found.row, found.valid, lanes, lane);
     }
+    // Before a barrier of the CTA.
     __device__ __forceinline__ void store_first_scales_and_masks() const {
+        if (C::kSharesWeights && threadIdx.x == 0) lists.store(ring.shared + C::kListsOffset);
         if (first_block < first_blocks) ring.store_scales_and_mask(Stage::make<C>(first_block), first_key, found);
     }
 
     // How many blocks there are, now that the lengths are known; and the slots of the first one to find.
     __device__ __forceinline__ int begin_loop() {
-        // Opaque: or the compiler keeps what `live` follows from for later, instead of the one number.
-        const int live = ptx::opaque(max(0, live_groups(p, rank, lists.main_length, lists.extra_length)));
-        const int blocks = (live + C::kKeyGroups - 1) / C::kKeyGroups;
+        const int live = max(0, live_groups(p, rank, lists.main_length, lists.extra_length));
+        // Opaque: or the compiler keeps what it follows from for later, instead of the one number.
+        const int blocks = ptx::opaque((live + C::kKeyGroups - 1) / C::kKeyGroups);
         slot = -1;
-        load_slot(C::kAhead, blocks);
+        load_slot(C::kAhead, found_key, blocks);
         return blocks;
     }
     // Before the barrier of block i. `found` is of block i + kAhead - 1, whose copies have started into `told`; then the
@@ -68,11 +70,14 @@ struct KeyFeeder {
     __device__ __forceinline__ void find_ahead(int i, int blocks, Stage told) {
         const int ahead = i + C::kAhead;
         if (!finds_keys) return;
-        if (i > 0 && ahead - 1 < blocks) ring.store_scales_and_mask(told, found_key, found);
+        // Where registers are short, the lists are kept in shared memory, and addresses are worked out anew.
+        if (C::kSharesWeights) lists.load(ring.shared + C::kListsOffset);
+        const int key = C::kSharesWeights ? ptx::opaque(found_key) : found_key;
+        if (i > 0 && ahead - 1 < blocks) ring.store_scales_and_mask(told, key, found);
         if (ahead < blocks) {
-            found.locate(p, lists, found_place(ahead), slot);
-            ring.tell(ahead, found_key, found);
-            load_slot(ahead + 1, blocks);
+            found.locate(p, lists, place_of(ahead, key), slot);
+            ring.tell(ahead, key, found);
+            load_slot(ahead + 1, key, blocks);
         }
     }
     // Behind it, into the stage of block i - 1, which nobody needs any more.
@@ -86,9 +91,8 @@ struct KeyFeeder {
         return KeyPlace(p, rank, first_group + block * C::kKeyGroups + key / kKeysPerGroup, key % kKeysPerGroup);
     }
     __device__ __forceinline__ KeyPlace first_place() const { return place_of(first_block, first_key); }
-    __device__ __forceinline__ KeyPlace found_place(int block) const { return place_of(block, found_key); }
-    __device__ __forceinline__ void load_slot(int block, int blocks) {
-        if (finds_keys && block < blocks) slot = SlotAddress(p, lists, found_place(block)).load();
+    __device__ __forceinline__ void load_slot(int block, int key, int blocks) {
+        if (finds_keys && block < blocks) slot = SlotAddress(p, lists, place_of(block, key)).load();
     }
 };
 

@@ -16,7 +16,6 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const uint32_t token = ptx::clusterid_x();
     const ClusterWork<C> work(p, token);
     const WarpRole<C> role(warp);
-    const float bias = role.value_is_rope ? kRopeBias : kBias;
 
     // What does not depend on the kernel before: addresses and barriers.
     const uint32_t shared_address = ptx::shared_address(shared);
@@ -82,9 +81,9 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const int blocks = feeder.begin_loop();
 
     Accumulator<C> acc;
-    SumBesides<C> sum_besides;
+    Softmax<C> softmax;
     acc.clear();
-    sum_besides.clear();
+    softmax.clear();
     WeightFragments<C> weights;
     auto accumulate = [&](Stage stage) {
         if (role.value_is_rope) acc.multiply_bf16(weights, value_at.value + stage.rows);
@@ -100,24 +99,21 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         else compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
         feeder.find_ahead(i, blocks, told_stage);
 
-        // One barrier a block: behind it, this block's scores are there, and nobody needs the block before any more,
-        // whose stage is filled again.
+        // Behind this barrier, the block's scores are there, and nobody needs the block before any more, whose stage is filled
+        // again.
         __syncthreads();
 
         // Softmax weights.
-        ScoreFragments<C> s;
-        read_scores<C>(s, value_at.score + buffer.score);
-        if (!C::Record::kRopeInV && role.keeps_sum) sum_besides.add(s);
-        apply_per_key<C>(s, value_at.exponent + buffer.scale, [](float x, float e) { return x + e; });
-        acc.weigh(s, bias, i == 0, C::Record::kRopeInV && role.keeps_sum, lane);
-        if constexpr (C::kHasMantissa) {
-            apply_per_key<C>(s, value_at.exponent + buffer.scale + C::kScaleArrayBytes,
-                             [](float x, float mantissa) { return x * mantissa; });
+        if constexpr (C::kSharesWeights) {
+            const bool updates = softmax.share(shared_address, stage, buffer, i == 0, warp, lane);
+            softmax.weigh(weights, acc, value_at, buffer, role, updates, shared_address, lane);
+        } else {
+            softmax.weigh(weights, acc, value_at, buffer, role, i == 0, lane);
         }
-        pack_weights<C>(weights, s, role.value_is_rope);
-        feeder.copy_ahead(i, blocks, free_stage);
+        if (!C::kSharesWeights) feeder.copy_ahead(i, blocks, free_stage);
         if (i + 1 == blocks) break;   // the last block's values wait for what comes next
         accumulate(stage);
+        if (C::kSharesWeights) feeder.copy_ahead(i, blocks, free_stage);
         told_stage = free_stage, free_stage = stage;
         stage = stage.next<C>(), buffer = buffer.other<C>();
     }
@@ -125,16 +121,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // The softmax sums go round. When every warp of the cluster has weighed its last block, the scores' place is free to
     // receive.
     ptx::barrier_cluster_wait();   // all CTAs have begun
-    if (role.keeps_sum) {
-        if constexpr (C::Record::kRopeInV) {
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) acc.sum[n] *= ptx::ex2(-bias);
-            publish_sums<C>(acc.reference, acc.sum, shared_address, splits, lane);
-        } else {
-            publish_sums<C>(sum_besides.reference, sum_besides.sum, shared_address, splits, lane);
-        }
-        if (work.is_zero_row) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
-    }
+    softmax.publish(shared_address, splits, role, warp, lane);
+    if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
     if (blocks > 0) accumulate(stage);
@@ -142,7 +130,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Merge, and write.
     PartialWeight<C> weight;
     ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-    weight.load(acc, bias, shared_address, splits, lane);
+    weight.load(softmax, role, shared_address, splits, lane);
     ptx::barrier_cluster_wait();
     send_partial<C>(acc, weight, shared_address, splits, warp, lane);
     // Anew, from shared memory: it costs less than registers in the loop.
@@ -154,7 +142,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         same_work.is_zero_row ? 0 : same_work.heads,
         same_work.is_zero_row ? zero_tiles_of_token<C>(p, shared_address, lane) : 0,
     };
-    if (role.keeps_sum && splits.rank == 0) write_lse<C>(p, tile, weight, lane);
+    if (warp == 0 && splits.rank == 0) write_lse<C>(p, tile, weight, lane);
     UnitWriter<C> writer;
     writer.load_sinks(p, tile, weight, shared_address, lane);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);

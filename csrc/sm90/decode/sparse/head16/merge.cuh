@@ -9,32 +9,10 @@
 #include <cmath>
 
 #include "sm90/decode/sparse/cluster_merge.cuh"
-#include "sm90/decode/sparse/head16/values.cuh"
+#include "sm90/decode/sparse/head16/shared_softmax.cuh"
 #include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
-
-// By the warp that keeps the sums, of which each lane of a quad has a share: {reference, sum} of every head, for
-// sum * 2^reference, to the CTA (seen after its next barrier), and their log-sum-exp (base 2; -inf without keys) to every
-// CTA of the cluster. Not by st.async to itself: memcheck takes a cluster of one CTA for none.
-template <class C>
-__device__ __forceinline__ void publish_sums(const float (&reference)[C::kHeadGroups], const float (&share)[C::kHeadGroups],
-                                             uint32_t shared, SplitsOfTile splits, int lane) {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < C::kHeadGroups; ++n) {
-        float sum = share[n] + __shfl_xor_sync(0xffffffffu, share[n], 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const float lse = sum == 0.f ? -INFINITY : reference[n] + ptx::lg2(sum);
-        const int head = 8 * n + g;
-        if (t == 0) ptx::st_shared_f32x2(shared + C::kOwnStatsOffset + 8 * head, {reference[n], sum});
-        for (int peer = t; peer < splits.count; peer += 4) {
-            const uint32_t at = shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank);
-            if (peer == splits.rank) ptx::st_shared_f32(at, lse);
-            else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
-        }
-    }
-}
 
 // What turns a lane's accumulators into its share of the result, for heads 2t and 2t + 1. Two factors, as their product
 // alone may leave fp32's range.
@@ -44,8 +22,8 @@ struct PartialWeight {
     float power[C::kHeadGroups][2];   // 2^(the accumulator's reference - the sum's)
     float lse[C::kHeadGroups];        // of head g + 8 n over all splits, base 2; +inf without keys
 
-    __device__ __forceinline__ void load(const Accumulator<C>& acc, float bias, uint32_t shared, SplitsOfTile splits, int lane) {
-        const float unbias = ptx::ex2(-bias);
+    __device__ __forceinline__ void load(const Softmax<C>& softmax, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
+        const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
@@ -54,11 +32,12 @@ struct PartialWeight {
             const float2 own = ptx::ld_shared_f32x2(shared + C::kOwnStatsOffset + 8 * (8 * n + g));
             // 2^(own reference - all): the split's own sum cancels.
             const float to_all = own.y == 0.f ? -INFINITY : own.x - all;
+            const float to_own = own.y == 0.f ? 0.f : softmax.reference(n, role, shared, lane) - own.x;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {   // heads 2t and 2t + 1 are rows 8t and 8t + 4
                 const int from = 8 * t + 4 * i;
                 share[n][i] = __shfl_sync(0xffffffffu, unbias * ptx::ex2(to_all), from);
-                power[n][i] = ptx::ex2(__shfl_sync(0xffffffffu, acc.reference[n] - own.x, from));
+                power[n][i] = ptx::ex2(__shfl_sync(0xffffffffu, to_own, from));
             }
         }
     }
@@ -77,13 +56,7 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Pa
             float v[4];   // rows g and g + 8 of the accumulator, heads 2t and 2t + 1
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] = acc.out[u][n][i] * weight.share[n][i % 2] * weight.power[n][i % 2];
-            const uint32_t to = at + 512 * n;
-            if (owner == splits.rank) {
-                ptx::st_shared_v4(to, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
-            } else {
-                ptx::st_async(ptx::mapa(to, owner), make_float4(v[0], v[1], v[2], v[3]),
-                              ptx::mapa(shared + C::kPartialBarrierOffset, owner));
-            }
+            send<C>(make_float4(v[0], v[1], v[2], v[3]), at + 512 * n, owner, shared, splits);
         }
     }
 }

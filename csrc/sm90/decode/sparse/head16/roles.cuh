@@ -29,7 +29,7 @@ struct WarpRole {
     // Values: all keys, some dims, which have one scale per key.
     int value_scale_row;
     bool value_is_rope;
-    // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE.
+    // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE. (Not with shared weights.)
     bool keeps_sum;
     // The last warps find keys: V4's accumulate RoPE, which needs no conversion.
     bool finds_keys;

@@ -36,11 +36,13 @@ struct ScoreAddresses {
         const int g = lane / 4, t = lane % 4;
         const uint32_t row = shared + C::kRingOffset + (warp_key + row_of_column(g)) * C::kRowPitch;
         key = ptx::opaque(row + part * (C::kTilesPerPart * kTileDims) + 16 * t);
-        more = row + Record::kRopeOffset + 4 * C::kRopeWords * (4 * part + t);
-        if (C::kRopeWords > 0) more = ptx::opaque(more);
+        // From `key` by what the lanes of a warp have in common, where that is possible: no register.
+        more = C::kRopeWords == 4 ? key + (Record::kRopeOffset + part * (64 - C::kTilesPerPart * kTileDims))
+                                  : row + Record::kRopeOffset + 4 * C::kRopeWords * (4 * part + t);
+        if (C::kRopeWords == 2) more = ptx::opaque(more);
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
         scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
-        scale_store = ptx::opaque(shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g));
+        scale_store = shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
         scale_load = places.pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
         mask = places.pair + (C::kMaskOffset + 4 * warp_key);
         score = places.score + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));

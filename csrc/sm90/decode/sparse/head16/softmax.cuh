@@ -1,10 +1,14 @@
-// Scores to the weights of V: an online softmax whose reference moves only when it must.
+// Scores to the weights of V: an online softmax whose reference moves only when it must. Which warp computes which weights, there
+// are two ways: own_softmax.cuh and shared_softmax.cuh.
 #pragma once
 #include <cfloat>
 
 #include "ptx/convert.cuh"
 #include "ptx/quad.cuh"
+#include "sm90/decode/sparse/cluster_merge.cuh"
+#include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/head16/scores.cuh"
+#include "sm90/decode/sparse/head16/values.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -16,6 +20,14 @@ namespace flash_mla::sm90::head16 {
 // and small, as the values may be anything that bf16 holds and their sum must stay finite.
 inline constexpr float kBias = 6.f, kRopeBias = -16.f;
 inline constexpr float kSlack = 8.f;
+
+// 2^exponent for a whole number, at compile time.
+constexpr float power_of_two(float exponent) {
+    float r = 1.f;
+    for (; exponent > 0.f; exponent -= 1.f) r *= 2.f;
+    for (; exponent < 0.f; exponent += 1.f) r *= 0.5f;
+    return r;
+}
 
 // Scores of one block in the layout of B fragments: for head g + 8 n the columns 16 ks + {2t, 2t+1, 2t+8, 2t+9}.
 template <class C>
@@ -74,34 +86,5 @@ __device__ __forceinline__ float lane_max(const ScoreFragment<C>& s) {
     }
     return m[0];
 }
-// The softmax sum of a head over the keys that a warp has seen, as sum * 2^reference. Rows without a key keep sum = 0.
-//
-// V4's RoPE dims have no scale, so a warp that accumulates those has the softmax's own terms at hand and adds them up
-// (Accumulator::weigh). For V3.2 a warp computes them besides its weights: this.
-template <class C>
-struct SumBesides {
-    float reference[C::kHeadGroups], sum[C::kHeadGroups];   // of head g + 8 n; the lanes of a quad have a share each
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) reference[n] = -FLT_MAX, sum[n] = 0.f;
-    }
-    __device__ __forceinline__ void add(const ScoreFragments<C>& s) {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float m = lane_max<C>(s[n]);
-            if (__any_sync(0xffffffffu, m > reference[n] + kSlack)) {
-                const float row_max = ptx::quad_max(m), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
-                sum[n] *= ptx::ex2_ftz(reference[n] - moved);
-                reference[n] = moved;
-            }
-#pragma unroll
-            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[n] += ptx::ex2_ftz(s[n][ks][i] - reference[n]);
-            }
-        }
-    }
-};
 
 }  // namespace flash_mla::sm90::head16

@@ -1,9 +1,7 @@
 // P V: each warp accumulates its own dims of V over all keys of the CTA.
 #pragma once
-#include <cfloat>
-
 #include "ptx/mma.cuh"
-#include "sm90/decode/sparse/head16/softmax.cuh"
+#include "sm90/decode/sparse/head16/scores.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -12,66 +10,26 @@ template <class C>
 using WeightFragments = uint32_t[C::kKeyGroups][C::kHeadGroups][2];
 
 // The matrix product is out^T[dims x heads] += V^T[dims x keys] * P^T[keys x heads]: 8 heads are a full N. The scale
-// of V is constant over the warp's dims for each key, so it rides in P: P's reference is the warp's own, the largest
-// score + scale exponent it has seen.
+// of V is constant over the warp's dims for each key, so it rides in P.
 template <class C>
 struct Accumulator {
     float out[C::kValueUnits][C::kHeadGroups][4];  // rows g, g, g+8, g+8 of a unit; heads 2t, 2t+1, 2t, 2t+1
-    float reference[C::kHeadGroups];               // of head 8 n + g
-    float sum[C::kHeadGroups];                     // of the weights; the lanes of a quad have a share each
 
-    // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            reference[n] = -FLT_MAX, sum[n] = 0.f;
+        for (int u = 0; u < C::kValueUnits; ++u) {
 #pragma unroll
-            for (int u = 0; u < C::kValueUnits; ++u) {
+            for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) out[u][n][i] = 0.f;
             }
         }
     }
-
-    // Scores plus scale exponents to weights, in place. If the reference moves, what has been accumulated is rescaled,
-    // unless this is the first block.
-    __device__ __forceinline__ void weigh(ScoreFragments<C>& s, float bias, bool first, bool keep_sum, int lane) {
-        float m[C::kHeadGroups];
-        bool moves = false;
+    // Of heads 8 n + 2t and + 2t + 1.
+    __device__ __forceinline__ void rescale(int n, float factor0, float factor1) {
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) m[n] = lane_max<C>(s[n]), moves |= m[n] > reference[n] + kSlack;
-        if (__any_sync(0xffffffffu, moves)) {
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-                // Row by row: what becomes of a row must not depend on the others.
-                const float row_max = ptx::quad_max(m[n]), moved = row_max > reference[n] + kSlack ? row_max : reference[n];
-                const float factor = ptx::ex2_ftz(reference[n] - moved);
-                reference[n] = moved;
-                sum[n] *= factor;
-                if (first) continue;
-                const int t = lane % 4;   // heads 2t and 2t + 1 are rows 8t and 8t + 4
-                const float f0 = __shfl_sync(0xffffffffu, factor, 8 * t), f1 = __shfl_sync(0xffffffffu, factor, 8 * t + 4);
-#pragma unroll
-                for (int u = 0; u < C::kValueUnits; ++u) {
-                    out[u][n][0] *= f0, out[u][n][1] *= f1, out[u][n][2] *= f0, out[u][n][3] *= f1;
-                }
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float shift = bias - reference[n];
-#pragma unroll
-            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[n][ks][i] = ptx::ex2_ftz(s[n][ks][i] + shift);
-            }
-        }
-        if (keep_sum) {
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-                for (int ks = 0; ks < C::kKeyGroups; ++ks) sum[n] += (s[n][ks][0] + s[n][ks][1]) + (s[n][ks][2] + s[n][ks][3]);
-            }
+        for (int u = 0; u < C::kValueUnits; ++u) {
+            out[u][n][0] *= factor0, out[u][n][1] *= factor1, out[u][n][2] *= factor0, out[u][n][3] *= factor1;
         }
     }
 
@@ -113,21 +71,6 @@ struct Accumulator {
         }
     }
 };
-
-template <class C>
-__device__ __forceinline__ void pack_weights(WeightFragments<C>& w, const ScoreFragments<C>& s, bool as_bf16) {
-#pragma unroll
-    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float lo = s[n][ks][2 * half], hi = s[n][ks][2 * half + 1];
-                w[ks][n][half] = as_bf16 ? ptx::cvt_bf16x2_f32(lo, hi) : ptx::cvt_f16x2_f32(lo, hi);
-            }
-        }
-    }
-}
 
 // Where a lane reads while it accumulates: addresses in shared memory, of stage or buffer 0.
 template <class C>

@@ -7,9 +7,7 @@
 namespace flash_mla::sm90::head64 {
 
 inline constexpr int kWarpgroup = 128;        // threads
-inline constexpr int kTileDims = 64;          // dims of a row of 128 bytes, the width of the swizzle
 inline constexpr int kGroupsPerBlock = 4;     // of kKeysPerGroup keys
-inline constexpr int kUnitDims = 16;          // the grain in which splits share the merge
 inline constexpr int kConsumerBarrier = 1;    // a named barrier of the CTA
 
 template <class Record_>

@@ -99,8 +99,7 @@ struct Consumer {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         pin(out);
-        __syncwarp();   // one lane arrives for all, which have read weights, factors and masks
-        if (lane == 0) ptx::mbarrier_arrive(shared + C::kEmptyOffset + 8 * stage);
+        ptx::mbarrier_arrive(shared + C::kEmptyOffset + 8 * stage);
     }
 };
 
@@ -136,8 +135,7 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
             ptx::st_shared_f32(self.factor(stage), factor[0]);
             ptx::st_shared_f32(self.factor(stage) + 32, factor[1]);
         }
-        __syncwarp();
-        if (self.lane == 0) ptx::mbarrier_arrive(self.weighed(stage));
+        ptx::mbarrier_arrive(self.weighed(stage));
         if (!stays) rescale(out, factor);
         ptx::pin(weights), pin(out);
         self.accumulate(out, weights, stage);

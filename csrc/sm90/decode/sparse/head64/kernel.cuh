@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < C::kStages; ++i) {
-            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i, C::kProducers / 32);
-            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i + 8, C::kProducers / 32);
-            ptx::mbarrier_init(shared + C::kEmptyOffset + 8 * i, C::kConsumers / 32);
-            ptx::mbarrier_init(shared + C::kWeighedOffset + 8 * i, kWarpgroup / 32);
+            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i, C::kProducers);
+            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i + 8, C::kProducers);
+            ptx::mbarrier_init(shared + C::kEmptyOffset + 8 * i, C::kConsumers);
+            ptx::mbarrier_init(shared + C::kWeighedOffset + 8 * i, kWarpgroup);
         }
         expect_peers<C>(shared, splits);
     }

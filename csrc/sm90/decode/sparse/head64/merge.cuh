@@ -87,11 +87,7 @@ __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float lse = rows.lse(r);
-        for (int peer = t; peer < splits.count; peer += 4) {
-            const uint32_t at = shared + C::kPeerLseOffset + 4 * (head_of(thread, r) * kMaxSplits + splits.rank);
-            if (peer == splits.rank) ptx::st_shared_f32(at, lse);
-            else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
-        }
+        send_lse<C>(lse, head_of(thread, r), shared, splits, t, 4);
     }
 }
 
@@ -107,12 +103,7 @@ __device__ __forceinline__ void send_partial(const Accumulators<C>& out, const f
         for (int i = 0; i < 2; ++i) {
             const float* d = &element(out, 8 * u + 4 * i);
             const float4 v = make_float4(d[0] * weight[0], d[1] * weight[0], d[2] * weight[1], d[3] * weight[1]);
-            const uint32_t to = at + i * (C::kUnitBytes / 2);
-            if (owner == splits.rank) {
-                ptx::st_shared_v4(to, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
-            } else {
-                ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
-            }
+            send<C>(v, at + i * (C::kUnitBytes / 2), owner, shared, splits);
         }
     }
 }

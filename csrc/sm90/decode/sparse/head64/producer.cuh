@@ -164,8 +164,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         };
         const auto hand_over = [&](uint32_t barrier) {
             ptx::fence_proxy_async();
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(barrier);
+            ptx::mbarrier_arrive(barrier);
         };
         convert(std::integer_sequence<int, 0, C::kFirstTiles>());
         // Now, and not with the others': the bytes would have to be kept, and new ones could not take their registers.

@@ -31,7 +31,6 @@ EXTRA_METRICS = (
 # What is printed of a kernel: label, metric. A metric that this ncu does not have prints a dash.
 METRICS = (
     ("duration", "gpu__time_duration.sum"),
-    ("DRAM throughput, % of peak", "dram__throughput.avg.pct_of_peak_sustained_elapsed"),
     ("DRAM bytes read", "dram__bytes_read.sum"),
     ("issue slots busy, %", "sm__inst_issued.avg.pct_of_peak_sustained_active"),
     ("warp instructions", "sm__inst_executed.sum"),

@@ -180,7 +180,7 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache: a second cache of the same record with its own page size.
         topk_length, extra_topk_length: [b] int32, clamped to [0, topk]; what lies behind them is never followed.
         out: [b, s_q, h_q, 512] bfloat16 to write into, last dim contiguous, other strides free; apart from the
-            memory of q and the caches.
+            memory of everything that is read.
         enable_batch_invariant: one split for every token, so that a token's result does not depend on the others.
 
     Returns:

@@ -172,7 +172,7 @@ def test_the_check_compares_with_reference_and_peer(workload):
 
 
 def test_results_survive_the_csv(tmp_path):
-    row = {"tokens": 3, "us": 4.25, "plan": "16/4/32", "speedup": None}
+    row = {"tokens": 3, "us": 4.25, "plan": "16/4/64", "speedup": None}
     with ResultsCsv(tmp_path / "new" / "x.csv", list(row), MACHINE) as results:
         results.write(row)
     (read,) = read_csv(tmp_path / "new" / "x.csv")
@@ -205,7 +205,7 @@ def test_baseline_is_linear_between_its_tokens_and_ends_with_them():
 
 def measured_row(tokens, heads=8, width=128, speedup=3.0, **changes):
     row = dict.fromkeys(bench_sparse_decode.FIELDS)
-    row.update(record="v4", tokens=tokens, heads=heads, width=width, status="ok", plan="16/4/32")
+    row.update(record="v4", tokens=tokens, heads=heads, width=width, status="ok", plan="16/4/64")
     row.update(ours_us=5.0, flashmla_us=5.0 * speedup, speedup=speedup, calls=20, gbs=1000.0)
     row.update(tflops=1.0, hbm_fraction=0.2, error_reference=1e-3)
     return {**row, **changes}

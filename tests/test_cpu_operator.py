@@ -4,6 +4,7 @@ tests/test_tracing.py has the operators' side of tracing.
 """
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -136,6 +137,19 @@ def test_metadata_in_both_forms(args, kwargs):
     text = str(meta.plan)
     assert str(meta.plan.head_tile) in text and str(meta.plan.splits) in text
     assert meta.plan.reason and meta.plan.reason in text
+
+
+def test_every_forced_plan_is_taken_or_refused():
+    """Tiles of 8 rows on blocks of 32 or 64 keys, larger ones on 64; 1 to 16 splits."""
+    case = make_case(2, 1, 8, 16)
+    for head_tile, splits, block_keys in itertools.product((8, 16, 32, 64), (1, 16, 17), (16, 32, 64)):
+        meta = flash_mla.FlashMLASchedMeta()
+        meta.force_plan(head_tile=head_tile, splits=splits, block_keys=block_keys)
+        if (head_tile, block_keys) in [(8, 32), (8, 64), (16, 64), (64, 64)] and splits <= 16:
+            case.check(meta)
+        else:
+            with pytest.raises(RuntimeError, match="tile_scheduler_metadata"):
+                case.run(meta)
 
 
 def test_forced_plan_is_shown():

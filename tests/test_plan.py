@@ -2,6 +2,7 @@
 
 import itertools
 
+import host_cpp
 import pytest
 import torch
 
@@ -43,7 +44,6 @@ def test_heads_count_in_tiles():
     """Tiles are CTAs of their own: 16 heads in tiles of 8 are split as twice the tokens with 8 heads."""
     assert plan(4, 640, 17) == plan(4, 640, 24)
     assert plan(4, 128, 16) == plan(8, 128, 8)
-    assert plan(8, 640, 64)[1] <= plan(8, 640, 16)[1]
 
 
 def test_16_heads_take_two_tiles_of_8_at_few_tokens_and_one_of_16_at_many():
@@ -61,10 +61,50 @@ def test_many_heads_take_tiles_of_64_rows_from_some_token_count_on():
     assert plan(1, 128, 64)[0] == plan(4, 640, 64)[0] == 8
 
 
-def test_fewer_sms_give_fewer_ctas():
-    """At 32 tokens an H200 has room for 7 splits each and an H20 for 4."""
-    for tokens in 24, 32, 64, 128:
-        assert plan(tokens, 640, 8, H20)[1] <= plan(tokens, 640, 8, H200)[1]
+def test_splits_follow_from_the_sm_count():
+    """Of 32 clusters, an H200 has room for 7 splits each and an H20 for 4."""
+    assert plan(32, 640, 8, H200) == (8, 7, 32)
+    assert plan(32, 640, 8, H20) == (8, 4, 32)
+
+
+def test_padded_calls_take_tiles_of_64_rows_from_some_token_count_on():
+    """The more keys, the sooner real heads would wait too long for tiles of 8 rows."""
+    assert [plan(tokens, 640, 64)[0] for tokens in (5, 6)] == [8, 64]
+    assert [plan(tokens, 128, 64)[0] for tokens in (14, 15)] == [8, 64]
+
+
+def test_clusters_at_once_and_alone(tmp_path):
+    """What the launch follows: with one CTA an SM if all clusters fit that way, else two of 32 keys."""
+    calls = {
+        "concurrent_clusters(4, 1, 132)": 30,
+        "concurrent_clusters(4, 2, 132)": 60,
+        "concurrent_clusters(10, 1, 132)": 7,
+        "concurrent_clusters(16, 2, 132)": 14,
+        "concurrent_clusters(1, 2, 132)": 264,
+        "concurrent_clusters(16, 1, 8)": 0,
+        "ctas_per_sm({8, 4, 32}, 30, 132)": 1,
+        "ctas_per_sm({8, 4, 32}, 31, 132)": 2,
+        "ctas_per_sm({8, 1, 32}, 132, 132)": 1,
+        "ctas_per_sm({8, 1, 32}, 133, 132)": 2,
+        "ctas_per_sm({8, 4, 64}, 1000, 132)": 1,
+        "ctas_per_sm({64, 4, 64}, 1000, 132)": 1,
+        # Tiles of a token; of more than 16 heads in tiles of 8, also the zero row's.
+        "tiles_of_token(8, 1)": 1,
+        "tiles_of_token(8, 16)": 2,
+        "tiles_of_token(8, 17)": 4,
+        "tiles_of_token(8, 64)": 9,
+        "tiles_of_token(16, 17)": 2,
+        "tiles_of_token(64, 65)": 2,
+        "batch_invariant_plan(8).head_tile": 8,
+        "batch_invariant_plan(9).head_tile": 16,
+        "batch_invariant_plan(16).head_tile": 16,
+        "batch_invariant_plan(17).head_tile": 64,
+        "batch_invariant_plan(8).splits": 1,
+        "batch_invariant_plan(8).block_keys": 64,
+    }
+    body = ["using namespace flash_mla;"]
+    body += [f'std::printf("%d\\n", int({call}));' for call in calls]
+    assert dict(zip(calls, map(int, host_cpp.run(tmp_path, ["plan.h"], body)))) == calls
 
 
 def test_planning_costs_no_more_than_a_few_microseconds():

@@ -113,7 +113,7 @@ def test_a_forced_plan_may_be_on_the_cpu():
         q = torch.empty(2, 1, 8, 512, dtype=torch.bfloat16, device="cuda")
         kv = torch.empty(4, 64, 1, 584, dtype=torch.uint8, device="cuda")
         indices = torch.empty(2, 1, 128, dtype=torch.int32, device="cuda")
-        plan = torch.tensor([16, 4, 32], dtype=torch.int32)
+        plan = torch.tensor([16, 4, 64], dtype=torch.int32)
         arguments = (q, kv, indices, None, None, plan, None, None, None, None, 512, 1.0)
         out, lse, plan_returned, _ = torch.ops.flash_mla.sparse_decode_fwd(*arguments)
     assert out.device == lse.device == q.device

@@ -51,8 +51,9 @@ class _Arguments(NamedTuple):
     enable_batch_invariant: bool = False
 
 
+@torch.no_grad()
 def _sparse_decode_on_cpu(*arguments) -> SparseDecodeResult:
-    """The reference, behind the same checks that the CUDA operator makes."""
+    """The reference, behind the same checks that the CUDA operator makes. As there, results have no gradients."""
     a = _Arguments(*arguments)
     ops.sparse_decode_check(*a)
     out, lse = reference.sparse_decode(
@@ -83,9 +84,42 @@ def _sparse_decode_traced(*arguments) -> SparseDecodeResult:
             expected, takes = torch.device("cpu"), "None, or a forced plan on the CPU"
         if isinstance(value, Tensor) and value.device != expected:
             raise RuntimeError(f"flash_mla: {name}: got a tensor on {value.device}; takes {takes}")
+    _check_traced(a)
     if a.out_ is None:
         a = a._replace(out_=a.q.new_empty(*a.q.shape[:-1], a.d_v))
     return a.out_, ops.sparse_decode_out(*a), a.tile_scheduler_metadata, a.num_splits
+
+
+# name -> rank and, unless it may have several, dtype
+_TRACED = {
+    "q": (4, torch.bfloat16),
+    "kv": (4, None),
+    "indices": (3, torch.int32),
+    "topk_length": (1, torch.int32),
+    "attn_sink": (1, torch.float32),
+    "extra_kv": (4, None),
+    "extra_indices": (3, torch.int32),
+    "extra_topk_length": (1, torch.int32),
+    "out_": (4, torch.bfloat16),
+}
+
+
+def _check_traced(a: _Arguments) -> None:
+    """What shapes follow from. The rest is checked when the graph runs: `sparse_decode_check` wants no symbolic sizes."""
+    for name, (rank, dtype) in _TRACED.items():
+        value = getattr(a, name)
+        if value is not None and (value.dim() != rank or dtype not in (None, value.dtype)):
+            got = f"{value.dtype} {list(value.shape)}"
+            takes = f"{rank} dimensions" + (f" of {dtype}" if dtype else "")
+            raise RuntimeError(f"flash_mla: {name}: got {got}; takes {takes}")
+    if a.d_v != 512:
+        raise RuntimeError(f"flash_mla: d_v (head_dim_v): got {a.d_v}; takes 512")
+    if a.q.shape[-1] not in (512, 576):
+        raise RuntimeError(f"flash_mla: q: got d_qk {a.q.shape[-1]}; takes 512 (V4) or 576 (V3.2)")
+    if a.out_ is not None and a.out_.shape != (*a.q.shape[:-1], a.d_v):
+        raise RuntimeError(
+            f"flash_mla: out_ (out): got {list(a.out_.shape)}; takes {[*a.q.shape[:-1], a.d_v]}"
+        )
 
 
 def _sparse_decode_out(*arguments) -> Tensor:

@@ -186,6 +186,7 @@ def flash_mla_with_kvcache(
     Returns:
         out: [b, s_q, h_q, 512] bfloat16.
         lse: [b, h_q, s_q] float32, natural logarithm of the sum of exponentials; it does not see the sink.
+        Neither has gradients.
 
     Raises:
         ValueError, RuntimeError: an argument that this does not take; the message names it, what it got and what
@@ -230,7 +231,7 @@ def flash_mla_with_kvcache(
         if tensor is not None and tensor.dim() != dims:
             raise ValueError(f"{name}: got {tensor.dim()} dims, shape {tuple(tensor.shape)}; takes {dims}")
     if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+        softmax_scale = max(q.shape[-1], 1) ** -0.5  # the operator refuses 0 dims, by name
 
     config = FlashMLASchedMeta.Config(
         b=q.shape[0],

@@ -7,6 +7,7 @@ written down here once: which indices name a key, what the sink does, what a row
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Iterator, Optional, Tuple
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from flash_mla import kv_cache
 
-# Tokens are handled a few at a time: dequantizing 128 tokens x 2048 keys at once would take over
-# 1 GiB. A key of a chunk costs about this much at its peak: its raw bytes, the float32 key, and
-# one temporary of that size.
+# Tokens are handled a few at a time, and the keys of one too, if need be: dequantizing 128 tokens
+# x 2048 keys at once would take over 1 GiB. A key of a chunk costs about this much at its peak: its
+# raw bytes, the float32 key, and one temporary of that size.
 _CHUNK_BYTES = 256 * 1024 * 1024
 _BYTES_PER_KEY = 6 * 1024
+_CHUNK_KEYS = _CHUNK_BYTES // _BYTES_PER_KEY
 
 
 def sparse_decode(
@@ -69,7 +71,7 @@ def sparse_decode(
         caches.append(_Cache(extra_kv, extra_indices, extra_topk_length, q.shape[-1]))
 
     width = sum(cache.indices.shape[-1] for cache in caches)
-    step = max(1, _CHUNK_BYTES // (max(width, 1) * _BYTES_PER_KEY))
+    step = max(1, _CHUNK_KEYS // max(width, 1))
     with _full_float32(q.device.type):
         # Rows of one request share nothing, so (request, position) pairs form one list of tokens.
         for start in range(0, b * s_q, step):
@@ -101,16 +103,20 @@ class _Cache:
         self.length = length
         self.record = kv_cache.record_of(d_qk, kv.shape[-1])
 
-    def keys(self, request: Tensor, position: Tensor) -> Tuple[Tensor, Tensor]:
-        """Keys of the tokens, float32 [tokens, width, d_qk], zero where ``valid`` is not set."""
-        slots = self.indices[request, position].to(torch.int64)
-        valid = is_key(slots, self.kv, None if self.length is None else self.length[request])
+    def valid(self, request: Tensor, position: Tensor) -> Tensor:
+        """Bool [tokens, width]: which indices of the tokens name a key."""
+        slots = self.indices[request, position]
+        return is_key(slots, self.kv, None if self.length is None else self.length[request])
+
+    def keys(self, request: Tensor, position: Tensor, valid: Tensor, columns: slice) -> Tensor:
+        """Keys of the tokens, float32 [tokens, columns, d_qk], zero where ``valid`` is not set."""
+        slots, valid = self.indices[request, position, columns].to(torch.int64), valid[:, columns]
         if kv_cache.num_slots(self.kv) == 0:
             shape = (*slots.shape, self.record.d_qk)
-            return torch.zeros(shape, dtype=torch.float32, device=slots.device), valid
+            return torch.zeros(shape, dtype=torch.float32, device=slots.device)
         keys = kv_cache.gather(self.kv, self.record, torch.where(valid, slots, 0))
         # Slot 0 stood in for the others and may hold NaN: replaced, not multiplied by zero.
-        return keys.masked_fill_(~valid.unsqueeze(-1), 0.0), valid
+        return keys.masked_fill_(~valid.unsqueeze(-1), 0.0)
 
 
 def _attend(
@@ -123,35 +129,53 @@ def _attend(
     d_v: int,
 ) -> Tuple[Tensor, Tensor]:
     """q [tokens, h_q, d_qk] -> out [tokens, h_q, d_v] and lse [tokens, h_q], float32."""
-    parts = [cache.keys(request, position) for cache in caches]
-    valid = torch.cat([part_valid for _, part_valid in parts], dim=-1)
+    valid_of = [cache.valid(request, position) for cache in caches]
+    valid = torch.cat(valid_of, dim=-1)
     empty = ~valid.any(dim=-1, keepdim=True)  # [tokens, 1]
 
-    scores = torch.cat([q @ keys.mT for keys, _ in parts], dim=-1) * sm_scale
+    def pieces() -> Iterator[Tensor]:
+        for cache, cache_valid in zip(caches, valid_of):
+            for start in range(0, cache_valid.shape[-1], _CHUNK_KEYS):
+                columns = slice(start, start + _CHUNK_KEYS)
+                yield cache.keys(request, position, cache_valid, columns)
+
+    # Keys are needed twice: kept if all of them fit, else fetched again.
+    fits = all(part.shape[-1] <= _CHUNK_KEYS for part in valid_of)
+    kept = list(pieces()) if fits else None
+    # (Without columns there is no piece.)
+    none = [q.new_empty(*q.shape[:2], 0)]
+    scores = torch.cat(none + [q @ keys.mT for keys in kept or pieces()], dim=-1) * sm_scale
     scores.masked_fill_(~valid.unsqueeze(1), -torch.inf)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(empty, torch.inf)  # [tokens, h_q]
 
     p = torch.exp(scores - lse.unsqueeze(-1))  # exp(-inf - inf) = 0 in an empty row
-    widths = [keys.shape[1] for keys, _ in parts]
-    out = sum(
-        part_p @ keys[..., :d_v] for part_p, (keys, _) in zip(p.split(widths, dim=-1), parts)
-    )
+    out, column = q.new_zeros(*q.shape[:2], d_v), 0
+    for keys in kept or pieces():
+        out += p[..., column : column + keys.shape[1]] @ keys[..., :d_v]
+        column += keys.shape[1]
     if attn_sink is not None:
         # 1 / (1 + exp(sink - lse)) without overflow; +inf - +inf of an empty row is masked below.
         out = out * torch.sigmoid(lse - attn_sink).unsqueeze(-1)
     return out.masked_fill(empty.unsqueeze(-1), 0.0), lse
 
 
+# Precision is the process's, not a thread's: one call at a time.
+_precision_lock = threading.RLock()
+
+
 @contextlib.contextmanager
 def _full_float32(device_type: str) -> Iterator[None]:
     """No TF32, bfloat16 or autocast in matrix products, whatever the caller has set for his own."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    saved = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        with torch.autocast(device_type, enabled=False):
+    backend = torch.backends.cuda.matmul if device_type == "cuda" else torch.backends.mkldnn.matmul
+    with _precision_lock, torch.autocast(device_type, enabled=False):
+        saved = backend.fp32_precision
+        if saved in ("ieee", "none"):
             yield
-    finally:
-        for backend, precision in zip(backends, saved):
-            backend.fp32_precision = precision
+            return
+        # What is read may be inherited from the setting for all backends, and then stays so.
+        inherited = saved == torch.backends.fp32_precision
+        backend.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            backend.fp32_precision = "none" if inherited else saved

@@ -47,6 +47,12 @@ def test_softmax_scale_defaults_to_d_qk_to_the_minus_half(record):
     assert_close_flashmla(*default, *case.reference())
 
 
+def test_q_without_dims_is_refused_by_name():
+    case = make_case(2, 1, 8, 16)
+    with pytest.raises(RuntimeError, match="q: got"):
+        case.replace(q=case.q[..., :0], sm_scale=None).run()
+
+
 def test_out_is_written_and_nothing_around_it():
     case = make_case(2, 3, 8, 16)
     expected, _ = case.run()

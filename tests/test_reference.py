@@ -1,5 +1,6 @@
 """The PyTorch reference, against a loop over rows and keys in float64: every clause of the numerics."""
 
+import concurrent.futures
 import math
 import subprocess
 import sys
@@ -253,8 +254,42 @@ def test_default_out_is_bfloat16_and_a_given_one_is_written_in_place():
 def test_chunks_do_not_change_the_result(monkeypatch):
     case = make_case(5, 3, 4, 40, 24, lengths="random", invalid_fraction=0.2)
     expected = case.reference()
-    monkeypatch.setattr(reference, "_CHUNK_BYTES", 2 * 64 * reference._BYTES_PER_KEY)
+    monkeypatch.setattr(reference, "_CHUNK_KEYS", 2 * 64)
     torch.testing.assert_close(case.reference(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_keys_of_one_token_come_in_pieces_where_they_are_many(monkeypatch):
+    case = make_case(3, 1, 8, 200, 70, sinks=True, lengths=[200, 5, 0], extra_lengths=[70, 0, 0])
+    expected = case.reference()
+    monkeypatch.setattr(reference, "_CHUNK_KEYS", 64)
+    for got, want in zip(case.reference(), expected):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_precision_inherited_from_all_backends_stays_inherited():
+    everywhere, backend = torch.backends, torch.backends.mkldnn.matmul
+    before = everywhere.fp32_precision
+    try:
+        everywhere.fp32_precision = "tf32"
+        make_case(1, 1, 8, 16).reference()
+        assert backend.fp32_precision == "tf32"
+        everywhere.fp32_precision = "ieee"
+        assert backend.fp32_precision == "ieee"
+    finally:
+        everywhere.fp32_precision = before
+
+
+def test_threads_leave_the_matmul_precision_as_it_was():
+    backend = torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
+    cases = [make_case(n, 1, 8, 64) for n in (1, 3, 5, 2)]
+    try:
+        backend.fp32_precision = "bf16"
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            list(threads.map(lambda case: case.reference(), cases * 10))
+        assert backend.fp32_precision == "bf16"
+    finally:
+        backend.fp32_precision = before
 
 
 def test_callers_matmul_precision_is_neither_used_nor_changed():

@@ -107,6 +107,47 @@ def test_meta_tensors_give_shapes():
     assert (lse.shape, lse.dtype, lse.device.type) == ((2, 8, 1), torch.float32, "meta")
 
 
+@pytest.mark.parametrize(
+    "change, name, got",
+    [
+        (dict(q=lambda t: t[:, 0]), "q", r"\[2, 8, 512\]"),
+        (dict(q=lambda t: t.float()), "q", "float32"),
+        (dict(q=lambda t: t[..., :100]), "q", "100"),
+        (dict(kv=lambda t: t[:, :, 0]), "kv", r"\[\d+, 64, 584\]"),
+        (dict(indices=lambda t: t.long()), "indices", "int64"),
+        (dict(extra_indices=lambda t: t[0]), "extra_indices", r"\[1, 33\]"),
+        (dict(out=lambda t: t[..., :64]), "out", "64"),
+    ],
+)
+def test_traced_calls_refuse_what_shapes_cannot_follow_from(change, name, got):
+    names = ("q", "kv", "indices", "extra_kv", "extra_indices", "out")
+    tensors = dict(zip(names, (*TENSORS, torch.empty_like(CASE.q))))
+    tensors |= {key: make(tensors[key]) for key, make in change.items()}
+    meta = [None if t is None else t.to("meta") for t in tensors.values()]
+    lengths = [CASE.topk_length.to("meta"), CASE.attn_sink.to("meta")]
+    *inputs, out = meta
+    with pytest.raises(RuntimeError, match=rf"flash_mla: {name}.*: got .*{got}.*; takes"):
+        torch.ops.flash_mla.sparse_decode_fwd(
+            *inputs[:3], *lengths, None, None, *inputs[3:],
+            CASE.extra_topk_length.to("meta"), 512, CASE.sm_scale, out,
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd kernel was not registered")
+def test_results_have_no_gradients():
+    """Of eager calls as of compiled ones: the kernels have no backward, and the reference is not differentiated instead."""
+    sink = torch.zeros(8, requires_grad=True)
+
+    def call(sink):
+        return torch.ops.flash_mla.sparse_decode_fwd(
+            CASE.q, CASE.kv, CASE.indices, None, sink, None, None, None, None, None, 512, 0.04
+        )[0]
+
+    for function in call, torch.compile(call, backend="eager"):
+        result = function(sink).float().sum() + 0 * sink.sum()
+        assert torch.autograd.grad(result, sink)[0].eq(0).all()
+
+
 def test_a_forced_plan_may_be_on_the_cpu():
     """Its tensor is, and q on the GPU: a fake implementation must not want one device for both."""
     with torch._subclasses.FakeTensorMode():

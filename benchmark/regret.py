@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a plan chooses: rows of q that a CTA works on, CTAs that share the keys of a token, keys per pass of a CTA."""
+    """What a plan chooses: rows of q that a CTA works on, CTAs that share the keys of a token, keys of a block."""
 
     head_tile: int
     splits: int

@@ -29,7 +29,7 @@ inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are no
 // Clusters of `splits` CTAs that run at once with `ctas_per_sm` on an SM, 0 if not even one. GPC sizes differ from chip to
 // chip, and a plan follows from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs
 // behaved as GPCs of 18, 17, five of 16, one of 8 and some rest; with two CTAs on an SM the first two hold 35 each, and a
-// cluster of more CTAs than SMs found no place in the small one (10 splits: 20 clusters at once, not 22; 16: 14, not 15).
+// cluster of more CTAs than SMs found no place in the small one (10 splits: 21 clusters at once, not 22; 16: 14, not 15).
 inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
     if (splits == 1) return int64_t{num_sms} * ctas_per_sm;
     const int gpcs = num_sms / 18, large = std::min(gpcs, 2);

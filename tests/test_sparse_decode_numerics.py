@@ -194,6 +194,36 @@ def test_blocks_with_scales_of_their_own(record, exponents, gap, h_q, device):
     check_rows(case, lse_abs=2e-5)
 
 
+@pytest.mark.parametrize("h_q", [8, 16])
+def test_one_group_of_dims_with_scales_far_apart(record, h_q, device):
+    """The second half of the keys, in one group of dims only, and the others as they were."""
+    case = make_case(3, 1, h_q, 256, record=record, device=device)
+    generator = torch.Generator(device=device).manual_seed(h_q)
+    slots = torch.arange(case.kv.shape[0] * case.kv.shape[1], device=device)
+    case.indices = slots[:256].int().expand(3, 1, -1).contiguous()
+    late = (slots >= 128).view(case.kv.shape[:2])
+    scales = torch.full((*case.kv.shape[:2], record.num_scales), 127 - 8, device=device)
+    scales[..., 1] += torch.where(late, 24, 0)
+    rope = torch.randn(*case.kv.shape[:2], record.rope_dims, generator=generator, device=device) / 10
+    fill(case, random_data(case, generator, largest=0x40), scales.to(torch.uint8), rope)
+    group = torch.arange(record.d_qk, device=device) // record.scale_group == 1
+    case.q[..., group] *= 2.0**-24
+    check_rows(case, lse_abs=2e-5)
+
+
+@pytest.mark.parametrize("where", ["some", "first", "last", "all"])
+def test_v32_scales_of_zero(where, device):
+    """Zeros in some group of dims, which say nothing about the scales of other keys."""
+    case = make_case(3, 1, 16, 256, record=V32, device=device)
+    slots = torch.arange(case.kv.shape[0] * case.kv.shape[1], device=device)
+    case.indices = slots[:256].int().expand(3, 1, -1).contiguous()
+    zero = {"some": slots % 3 == 0, "first": slots < 128, "last": slots >= 128, "all": slots >= 0}[where]
+    rows, _ = kv_cache.regions(case.kv, V32)
+    scales = rows[..., V32.scale_offset : V32.scale_offset + 16].view(torch.float32)
+    scales[..., 2] *= ~zero.view(case.kv.shape[:2])
+    check_rows(case)
+
+
 def test_v32_scales_that_are_no_powers_of_two(device):
     case = make_case(4, 1, 8, 150, 60, record=V32, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
@@ -283,6 +313,21 @@ def test_zero_q(record, device):
     case.q[:, :, ::2].neg_()  # -0 as well
     _, lse = case.check()
     assert (lse - math.log(200)).abs().max() < 1e-5
+
+
+def test_a_head_does_not_depend_on_the_others(record, device):
+    """Also where the references of others move: each head alone, under the same plan, has the same bits."""
+    case = make_case(4, 1, 8, 320, record=record, device=device)
+    case.sm_scale *= 30
+    meta = flash_mla.get_mla_metadata()[0]
+    out, lse = case.run(meta)
+    for head in range(8):
+        alone = case.replace(q=case.q[:, :, head : head + 1])
+        forced = flash_mla.FlashMLASchedMeta().force_plan(
+            head_tile=meta.plan.head_tile, splits=meta.plan.splits, block_keys=meta.plan.block_keys
+        )
+        one, one_lse = alone.run(forced)
+        assert torch.equal(one[:, :, 0], out[:, :, head]) and torch.equal(one_lse[:, 0], lse[:, head])
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["rising", "falling"])

@@ -6,7 +6,7 @@
 
 namespace flash_mla::sm90::head16 {
 
-// The largest number of splits (CTAs of a cluster) up to kMaxSplits that fits the current device at all.
+// The largest numbers of splits (CTAs of a cluster) up to kMaxSplits that fit the current device at all.
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t max_splits(MaxSplits* splits);
 

@@ -159,7 +159,7 @@ struct SharedSoftmax {
     HeadSoftmax<C> heads;
 
     __device__ __forceinline__ void clear() { heads.clear(); }
-    // Returns whether there are update. A barrier of the CTA.
+    // Returns whether there are updates. A barrier of the CTA.
     __device__ __forceinline__ bool share(uint32_t shared, Stage stage, ScoreBuffer buffer, bool first, int warp, int lane) {
         bool updates = prepare_factors<C>(shared, stage, buffer, first, warp, lane);
         updates |= heads.weigh(shared, buffer, first, warp, lane);

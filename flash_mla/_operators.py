@@ -150,6 +150,9 @@ def _refusal(message: str):
 _library = torch.library.Library("flash_mla", "FRAGMENT")
 _library.impl("sparse_decode_fwd", _sparse_decode_on_cpu, "CPU")
 _library.impl("sparse_decode_fwd", _sparse_decode_traced, "CompositeImplicitAutograd")
+# There is no backward, so results do not require gradients, whatever the arguments do.
+for _device in ("CPU", "CUDA"):
+    _library.impl("sparse_decode_fwd", torch.library.fallthrough_kernel, f"Autograd{_device}")
 if not HAS_KERNELS:
     _library.impl("sparse_decode_fwd", _without_kernels, "CUDA")
 _library.define(_SPARSE_DECODE_OUT)

@@ -133,19 +133,16 @@ def test_traced_calls_refuse_what_shapes_cannot_follow_from(change, name, got):
         )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*autograd kernel was not registered")
 def test_results_have_no_gradients():
-    """Of eager calls as of compiled ones: the kernels have no backward, and the reference is not differentiated instead."""
+    """Whatever requires them, and however the call is made: the kernels have no backward."""
     sink = torch.zeros(8, requires_grad=True)
 
     def call(sink):
         return torch.ops.flash_mla.sparse_decode_fwd(
             CASE.q, CASE.kv, CASE.indices, None, sink, None, None, None, None, None, 512, 0.04
-        )[0]
+        )[:2]
 
-    for function in call, torch.compile(call, backend="eager"):
-        result = function(sink).float().sum() + 0 * sink.sum()
-        assert torch.autograd.grad(result, sink)[0].eq(0).all()
+    assert not any(result.requires_grad for result in call(sink))
 
 
 def test_a_forced_plan_may_be_on_the_cpu():

@@ -257,8 +257,9 @@ void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor top
 
 std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms,
                                         bool enable_batch_invariant) {
-    if (tokens < 0) refuse("tokens", number(tokens), "0 or more");
-    if (width < 0) refuse("width", number(width), "0 or more");
+    constexpr int64_t kMaxTokens = int64_t{1} << 26, kMaxWidth = int64_t{1} << 31;   // of a call: see check_q and check_indices
+    if (tokens < 0 || tokens >= kMaxTokens) refuse("tokens", number(tokens), "0.." + number(kMaxTokens - 1));
+    if (width < 0 || width >= kMaxWidth) refuse("width", number(width), "0.." + number(kMaxWidth - 1));
     if (heads < 1 || heads > kMaxHeads) refuse("heads", number(heads), "1..128");
     if (num_sms < 1 || num_sms > 4096) refuse("num_sms", number(num_sms), "1..4096");
     const Plan p = enable_batch_invariant ? batch_invariant_plan(static_cast<int>(heads))

@@ -40,9 +40,12 @@ inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
            (splits <= small ? in_gpc(small * ctas_per_sm) : 0) + (splits == 2 ? in_gpc(rest * ctas_per_sm) : 0);
 }
 
-// Clusters of a token. Tiles of 8 rows of more than 16 heads skip zero rows: one more cluster works on the zero row.
+// Whether tiles of zero rows are skipped. Nobody pads to 16 heads or fewer.
+inline bool skips_zeros(int head_tile, int64_t heads) { return head_tile == 8 && heads > 16; }
+
+// Clusters of a token. Where zero rows are skipped, one more cluster works on the zero row.
 inline int64_t tiles_of_token(int head_tile, int64_t heads) {
-    return (heads + head_tile - 1) / head_tile + (head_tile == 8 && heads > 16 ? 1 : 0);
+    return (heads + head_tile - 1) / head_tile + (skips_zeros(head_tile, heads) ? 1 : 0);
 }
 
 // How many CTAs are to share an SM. Two with blocks of 32 keys; but if all clusters find a place with one CTA an SM, that is what

@@ -109,8 +109,8 @@ struct Kernel {
 template <class Record, int kHeadGroups, int kKeys>
 Kernel choose_kernel(int64_t heads) {
     using namespace sm90::head16;
-    if constexpr (kHeadGroups == 1) {   // nobody pads to 16 heads or fewer
-        if (heads > 16) return {max_splits<Record, 1, kKeys, true>, launch<Record, 1, kKeys, true>};
+    if constexpr (kHeadGroups == 1) {
+        if (skips_zeros(8 * kHeadGroups, heads)) return {max_splits<Record, 1, kKeys, true>, launch<Record, 1, kKeys, true>};
     }
     return {max_splits<Record, kHeadGroups, kKeys, false>, launch<Record, kHeadGroups, kKeys, false>};
 }

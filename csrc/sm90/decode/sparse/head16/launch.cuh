@@ -14,7 +14,7 @@ cudaError_t max_splits(MaxSplits* splits) {
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, bool alone, cudaStream_t stream) {
     using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
-    const int tiles = (p.h_q + C::kHeads - 1) / C::kHeads + C::kSkipsZeros;   // and the zero row's
+    const int tiles = static_cast<int>(tiles_of_token(C::kHeads, p.h_q));
     return launch_clusters(&sparse_decode_kernel<C>, p, tokens, tiles, C::kThreads, alone ? C::kSharedBytesAlone : C::kSharedBytes, stream);
 }
 

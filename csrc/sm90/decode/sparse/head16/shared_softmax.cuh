@@ -2,7 +2,7 @@
 // V's scales, row by row. Behind another barrier a warp multiplies the weights by the factors of its own dims of V. For blocks
 // of 64 keys, where weighing all keys in every warp would be most of the work.
 #pragma once
-#include "ptx/f16x2.cuh"
+#include "ptx/packed.cuh"
 #include "sm90/decode/sparse/head16/own_softmax.cuh"
 
 namespace flash_mla::sm90::head16 {

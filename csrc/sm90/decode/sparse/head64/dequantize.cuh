@@ -1,6 +1,6 @@
 // e4m3 to bf16 by integer arithmetic: a bf16 holds every e4m3 value.
 #pragma once
-#include "ptx/bf16x2.cuh"
+#include "ptx/packed.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "sm90/decode/sparse/head64/config.h"

@@ -14,8 +14,7 @@ cudaError_t max_splits(MaxSplits* splits) {
 template <class Record>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, bool, cudaStream_t stream) {
     using C = Config<Record>;
-    const int tiles = (p.h_q + C::kHeads - 1) / C::kHeads;
-    return launch_clusters(&sparse_decode_kernel<C>, p, tokens * tiles, 1, C::kThreads, C::kSharedBytes, stream);
+    return launch_clusters(&sparse_decode_kernel<C>, p, tokens * tiles_of_token(C::kHeads, p.h_q), 1, C::kThreads, C::kSharedBytes, stream);
 }
 
 }  // namespace flash_mla::sm90::head64

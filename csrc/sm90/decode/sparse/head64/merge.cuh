@@ -146,7 +146,7 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int head = head_of(thread, r);
-        const float lse = lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of(thread, r), splits, thread % 4);
+        const float lse = lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * head, splits, thread % 4);
         // 2^(own shift - all): the split's own sum cancels.
         weight[r] = rows.sum[r] == 0.f ? 0.f : ptx::ex2(rows.shift[r] - lse);
         factor[r] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head), lse);

@@ -18,6 +18,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// An arrival of this thread that counts when its cp.async of before have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Until the phase of this parity (0 for the first, 1 for the second, ...) has completed.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(

@@ -13,22 +13,27 @@ inline constexpr int kLikelyHeads = 16;  // the first rows of a padded call, whi
 
 // kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kSkipsZeros: a token has more
 // tiles than this one, and those of zero rows are skipped.
+//
+// A block's scores are the work of 8 warps, and so are its values. With blocks of 32 keys they are the same warps, and two
+// CTAs fit on an SM. With blocks of 64 (kSpecialized) they are not: while the value warps multiply a block, the score warps
+// compute the scores of the next one.
 template <class Record_, int kHeadGroups_, int kKeys_, bool kSkipsZeros_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeadGroups = kHeadGroups_;
     static constexpr int kKeys = kKeys_;
     static constexpr bool kSkipsZeros = kSkipsZeros_;
+    static constexpr bool kSpecialized = kKeys == 64;
     static constexpr int kHeads = 8 * kHeadGroups;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
-    static constexpr int kWarps = kKeys / 4;
+    static constexpr int kScoreWarps = 8, kValueWarps = 8;
+    static constexpr int kWarps = kSpecialized ? kScoreWarps + kValueWarps : kScoreWarps;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kCtasPerSm = 512 / kThreads;
 
-    // Scores: the dims are divided among 2 or 4 warps (parts), so that a part of Q, 8 or 16 heads of it, is 32
-    // registers; a warp takes 8 or 16 keys.
-    static constexpr int kDimParts = 2 * kHeadGroups;
-    static constexpr int kOctets = kHeadGroups;                 // its keys, 8 at a time: N of the matrix product
+    // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
+    static constexpr int kDimParts = 2;
+    static constexpr int kOctets = kKeys * kDimParts / (8 * kScoreWarps);   // its keys, 8 at a time: N of the matrix product
     static constexpr int kFragmentsPerTile = 2 * kHeadGroups;   // of Q: see query.cuh
     static constexpr int kTiles = Record::kDimV / kTileDims;
     static constexpr int kTilesPerPart = kTiles / kDimParts;
@@ -41,7 +46,7 @@ struct Config {
     static constexpr bool kHasMantissa = !Record::kScalesAfterRows;      // V3.2: fp32 scales; ue8m0 are bare exponents
 
     // Values: every warp accumulates its own dims of V over all keys.
-    static constexpr int kValueDims = Record::kDimV / kWarps;
+    static constexpr int kValueDims = Record::kDimV / kValueWarps;
     static constexpr int kValueUnits = kValueDims / kUnitDims;
     static constexpr int kUnits = Record::kDimV / kUnitDims;
 
@@ -51,14 +56,15 @@ struct Config {
     // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups. Each stage has a barrier that
     // completes when its rows have come.
     static constexpr int kStages = kHeadGroups == 1 ? 4 : 3;
-    static constexpr int kAhead = kStages - 1;   // blocks that are fetched before they are needed
-    static constexpr int kFinders = kKeys / 32;  // warps that find keys, one lane per key
-    static constexpr int kKeysPerWarp = kKeys / kWarps;   // that a warp fetches
+    static constexpr int kAhead = kSpecialized ? kStages : kStages - 1;   // blocks that are fetched before they are needed
+    static constexpr int kKeysPerWarp = kKeys / kValueWarps;   // that a value warp fetches
+    static constexpr int kBlocksPerRound = 32 / kKeysPerWarp;   // that it finds at once, a lane a key
+    static_assert(kAhead <= kBlocksPerRound);
+    static constexpr int kCopiesPerKey = Record::kScalesAfterRows ? 2 : 1;
     static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
     static constexpr int kStageBytes = kKeys * kRowPitch;
     static_assert(kRowPitch % 32 == 16);
-    static_assert(kAhead >= 2);   // a barrier of the CTA between zeros for what is no key and their use: see Ring::copy
     // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through behind them. When the
     // last block has been weighed, everything from the scores to the statistics is free to receive the partial results of
     // the peers: [split][unit][dim][head] fp32, up to 45 units (the maximum over splits of splits * ceil(kUnits / splits),
@@ -66,14 +72,16 @@ struct Config {
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
-    // Weights that all warps share, as B fragments (shared_softmax.cuh): [head][key] in f16, V4 also in bf16; and factors of V's
-    // scales, [scale row][key].
-    static constexpr bool kSharesWeights = kKeys == 64;
-    static constexpr int kWeightBytes = !kSharesWeights ? 0 : kHeads * kKeys * 2;
-    static constexpr int kWeightFormats = Record::kRopeInV ? 2 : 1;
-    static constexpr int kOwnHeads = (kHeads + kWarps - 1) / kWarps;   // whose softmax a warp computes
+    // Specialized: what the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
+    // f16 and in bf16; factors of V's scales, [scale row][key]; what has become of references. See shared_softmax.cuh.
+    static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
     static constexpr int kQuantizedRows = Record::kNumScales;
-    static constexpr int kFactorBytes = !kSharesWeights ? 0 : kQuantizedRows * kKeys * 2;
+    static constexpr int kWeightBytes = kHeads * kKeys * 2;
+    static constexpr int kFactorOffset = 2 * kWeightBytes;                          // from the place's start
+    static constexpr int kHeadRescaleOffset = kFactorOffset + kQuantizedRows * kKeys * 2;   // [head]
+    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + kHeads * 4;                // [scale row], see RowUpdate
+    static constexpr int kUpdateFlagsOffset = (kRowUpdateOffset + kQuantizedRows * 8 + 15) / 16 * 16;   // [score warp]
+    static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + kScoreWarps * 4;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
     static constexpr int kUnscaleBytes = kTiles * kHeads * 4;              // [tile][head]
     static constexpr int kScaleStride = kKeys + 8;                        // floats; as kScoreStride
@@ -87,26 +95,23 @@ struct Config {
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kScaleArraysOffset = kUnscaleOffset + kUnscaleBytes;
     static constexpr int kMaskOffset = kScaleArraysOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
-    static constexpr int kFetchTableOffset = kMaskOffset + kStages * kKeys * 4;   // [2][key], see Ring
-    static constexpr int kWeightOffset = kFetchTableOffset + 2 * kKeys * 8;
-    static constexpr int kFactorOffset = kWeightOffset + kWeightFormats * kWeightBytes;
+    static constexpr int kWeightOffset = kMaskOffset + kStages * kKeys * 4;
     static_assert(kWeightOffset % 16 == 0);
-    static constexpr int kHeadUpdateOffset =                                        // [head], see HeadUpdate
-        std::max(kFactorOffset + kFactorBytes, kIncomingOffset + 45 * kUnitBytes);
-    static constexpr int kRowUpdateOffset = kHeadUpdateOffset + kHeads * 8;           // [scale row], see RowUpdate
-    static constexpr int kWideReferenceOffset = kRowUpdateOffset + kQuantizedRows * 16;   // [warp][head], see SharedSoftmax
-    static constexpr int kOwnStatsOffset = kWideReferenceOffset + kWarps * kHeads * 4;  // {reference, sum} per head
+    static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
+        std::max(kWeightOffset + (kSpecialized ? kStages * kWeightPlaceBytes : 0), kIncomingOffset + 45 * kUnitBytes);
+    static constexpr int kOwnStatsOffset = kRowExponentOffset + (kSpecialized ? 8 * 4 : 0);  // {reference, sum} per head
+    static_assert(kOwnStatsOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
     static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
-    static constexpr int kTileFlagsOffset = kStageBarrierOffset + 8 * kStages;    // [warp], see zero_rows.cuh
+    static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
+    static constexpr int kTileFlagsOffset = kWeighedBarrierOffset + (kSpecialized ? 8 * kStages : 0);    // [warp], see zero_rows.cuh
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp], of this CTA
     static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
     static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
-    static constexpr int kListsOffset = (kTokenOffset + 4 + 15) / 16 * 16;   // IndexLists
-    static constexpr int kSharedBytes = kListsOffset + IndexLists::kBytes;
+    static constexpr int kSharedBytes = (kTokenOffset + 4 + 15) / 16 * 16;
     static constexpr int kSharedBytesAlone = std::max(kSharedBytes, 115 * 1024);   // no second CTA of as many fits on an SM
     static_assert(2 * (kSharedBytesAlone + 1024) > 228 * 1024);
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then

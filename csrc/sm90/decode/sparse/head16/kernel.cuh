@@ -3,6 +3,8 @@
 #pragma once
 #include "sm90/decode/sparse/head16/feeder.cuh"
 #include "sm90/decode/sparse/head16/merge.cuh"
+#include "sm90/decode/sparse/head16/own_softmax.cuh"
+#include "sm90/decode/sparse/head16/shared_softmax.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -19,13 +21,13 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
 
     // What does not depend on the kernel before: addresses and barriers.
     const uint32_t shared_address = ptx::shared_address(shared);
-    KeyFeeder<C> feeder(p, shared_address, work, role.finds_keys, splits.rank, warp, lane);
+    KeyFeeder<C> feeder(p, shared_address, work, splits.rank, role.value_warp, lane);
     const uint16_t* q_token = p.q + static_cast<uint64_t>(work.batch) * p.q_stride_b + static_cast<uint64_t>(work.row) * p.q_stride_s;
     const QueryRows q_rows = {ptx::opaque(q_token + static_cast<uint64_t>(work.first_head) * p.q_stride_h), p.q_stride_h,
                               work.heads, p.q_aligned16};
     const LanePlaces<C> places(shared_address, lane);
     const ScoreAddresses<C> score_at(shared_address, places, role.first_key, role.part, lane);
-    const ValueAddresses<C> value_at(shared_address, places, warp, role.value_scale_row, role.value_is_rope, lane);
+    const ValueAddresses<C> value_at(shared_address, places, role, lane);
     if (threadIdx.x == 0) {
         feeder.ring.init_barriers();
         ptx::st_shared_u32(shared_address + C::kTokenOffset, token);
@@ -37,102 +39,138 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
     // Load: the first indices, the lengths, Q and the sinks side by side, then keys, as many blocks as the ring takes.
-    feeder.load_first(work.batch);
-    const bool is_query_warp = warp < C::kTiles, is_rope_tile = C::Record::kRopeInV && warp == C::kTiles - 1;
+    feeder.load_first(work.batch, role.values);
+    const bool is_rope_tile = C::Record::kRopeInV && warp == C::kTiles - 1;
     Query<C> q;
     QueryTile<C> q_tile;
     RowSearch<C> search(splits.rank, splits.count, warp);
     if (work.is_zero_row) {
         search.load(p, q_token, lane);
-        q_tile.clear(), q.rope = make_uint4(0, 0, 0, 0);
-    } else {
-        if (is_query_warp) q_tile.load(q_rows, warp, is_rope_tile, lane);
+        q_tile.clear(), q.clear_rope();
+    } else if (role.scores) {
+        q_tile.load(q_rows, warp, is_rope_tile, lane);
         q.load_rope(q_rows, role.part, lane);
     }
     // The sinks of the tile or, for the zero row, of all heads. By whole warps: a divergent branch would hold up the loads.
     const int sinks = work.is_zero_row ? p.h_q : work.heads;
     const float sink = warp < (work.is_zero_row ? kMaxHeads / 32 : 1) ? load_sink(p, work.first_head + min(static_cast<int>(threadIdx.x), sinks - 1)) : 0.f;
-    feeder.locate_first();
+    feeder.count_blocks();
+    const int blocks = feeder.blocks;
     // Fetching keys for a tile that is then skipped takes bandwidth from others.
     const bool copies_at_once = !C::kSkipsZeros || work.first_head < kLikelyHeads;
-    if (copies_at_once) feeder.copy_first(0);
+    if (role.values) {
+        feeder.locate_first();
+        if (copies_at_once) feeder.copy(0, Stage());
+    }
 
-    // What kind of tile it is, by all warps.
+    // What kind of tile it is, by the warps that have loaded it.
     TileFlags tile_flags = {0};
-    if (is_query_warp) tile_flags = q_tile.examine(q_rows, is_rope_tile, lane);
+    if (role.scores) tile_flags = q_tile.examine(q_rows, is_rope_tile, lane);
     if constexpr (C::kSkipsZeros) {
-        tile_flags.bits |= q.rope_flags();
+        if (role.scores) tile_flags.bits |= q.rope_flags();
         if (work.is_zero_row) search.finish(p, q_token, shared_address, warp, lane);
     }
-    tile_flags.share<C>(shared_address, warp, lane);
+    if (role.scores || C::kSkipsZeros) tile_flags.share<C>(shared_address, warp, lane);
     if constexpr (C::kSkipsZeros) {
         if (!tile_flags.nonzero() && !work.is_zero_row) {   // skipped: all its CTAs, which have begun nothing but copies
-            if (copies_at_once && feeder.first_blocks > 0) feeder.ring.wait(Stage::make<C>(0));
+            if (copies_at_once && blocks > 0) feeder.ring.wait(Stage());
             return;
         }
-        if (!copies_at_once) feeder.copy_first(0);
+        if (role.values && !copies_at_once) feeder.copy(0, Stage());
     }
-    q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, role.part, warp, lane, [&] {
-        feeder.store_first_scales_and_masks();
-        if (static_cast<int>(threadIdx.x) < sinks) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink);
-    });
+    if (static_cast<int>(threadIdx.x) < sinks) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink);
+
+    // What a warp does from here on, block by block, until it has sent its partial results. The last block's values wait for what
+    // comes in between.
+    PartialWeight<C> weight;
+    auto begin_scores = [&] { q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, role.part, warp, lane); };
+    auto begin_values = [&] {
 #pragma unroll
-    for (int i = 1; i < C::kAhead; ++i) feeder.copy_first(i);
-    const int blocks = feeder.begin_loop();
-
-    Accumulator<C> acc;
-    Softmax<C> softmax;
-    acc.clear();
-    softmax.clear();
-    WeightFragments<C> weights;
-    auto accumulate = [&](Stage stage) {
-        if (role.value_is_rope) acc.multiply_bf16(weights, value_at.value + stage.rows);
-        else acc.multiply_e4m3(weights, value_at.value + stage.rows);
+        for (int i = 1; i < C::kAhead; ++i) feeder.copy(i, Stage::make<C>(i));
+        feeder.load_next_slots(C::kBlocksPerRound);
     };
-
-    Stage stage, free_stage = Stage::make<C>(C::kAhead), told_stage;
-    ScoreBuffer buffer;
-    for (int i = 0; i < blocks; ++i) {
-        // Scores.
+    auto compute_block = [&](Stage stage, ScoreBuffer buffer) {
         feeder.ring.wait(stage);
         if (q.is_bf16) compute_scores<C, true>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
         else compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
-        feeder.find_ahead(i, blocks, told_stage);
-
-        // Behind this barrier, the block's scores are there, and nobody needs the block before any more, whose stage is filled
-        // again.
+        sync_score_warps<C>();   // the block's scores are there
+    };
+    // The softmax sums go round. When every warp of the cluster has weighed its last block, the scores' place is free to receive.
+    auto publish = [&](auto publish_sums) {
+        ptx::barrier_cluster_wait();   // all CTAs have begun
+        publish_sums();
+        if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
         __syncthreads();
+        ptx::barrier_cluster_arrive_relaxed();
+    };
+    auto weigh_split = [&](auto above_own) {
+        ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
+        weight.load(role, shared_address, splits, lane, above_own);
+        ptx::barrier_cluster_wait();
+    };
 
-        // Softmax weights.
-        if constexpr (C::kSharesWeights) {
-            const bool updates = softmax.share(shared_address, stage, buffer, i == 0, warp, lane);
-            softmax.weigh(weights, acc, value_at, buffer, role, updates, shared_address, lane);
-        } else {
+    Stage stage;
+    ScoreBuffer buffer;
+    if constexpr (!C::kSpecialized) {
+        begin_scores();
+        begin_values();
+        Accumulator<C> acc;
+        WeightFragments<C> weights;
+        OwnSoftmax<C> softmax;
+        acc.clear(), softmax.clear();
+        Stage free_stage = Stage::make<C>(C::kAhead);
+        for (int i = 0; i < blocks; ++i) {
+            compute_block(stage, buffer);   // behind its barrier nobody needs the block before any more
             softmax.weigh(weights, acc, value_at, buffer, role, i == 0, lane);
+            feeder.copy(i + C::kAhead, free_stage);
+            if (i + 1 == blocks) break;
+            acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, false);
+            free_stage = stage, stage = stage.next<C>(), buffer = buffer.other<C>();
         }
-        if (!C::kSharesWeights) feeder.copy_ahead(i, blocks, free_stage);
-        if (i + 1 == blocks) break;   // the last block's values wait for what comes next
-        accumulate(stage);
-        if (C::kSharesWeights) feeder.copy_ahead(i, blocks, free_stage);
-        told_stage = free_stage, free_stage = stage;
-        stage = stage.next<C>(), buffer = buffer.other<C>();
+        publish([&] { softmax.publish(shared_address, splits, role, lane); });
+        if (blocks > 0) acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, false);
+        weigh_split([&](int n, float own) { return softmax.own.reference[n] - own; });
+        send_partial<C>(acc, weight, shared_address, splits, role.value_warp, lane);
+    } else if (role.scores) {
+        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_inc<160>();
+        begin_scores();
+        SharedSoftmax<C> softmax;
+        softmax.clear();
+        for (int i = 0; i < blocks; ++i) {
+            compute_block(stage, buffer);
+            softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
+            stage = stage.next<C>(), buffer = buffer.other<C>();
+        }
+        publish([&] { softmax.publish(shared_address, splits, warp, lane); });
+        weigh_split([](int, float) { return 0.f; });
+        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_dec<128>();
+    } else {
+        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_dec<96>();
+        begin_values();
+        Accumulator<C> acc;
+        WeightFragments<C> weights;
+        acc.clear();
+        bool wide = false;
+        for (int i = 0; i < blocks; ++i) {
+            feeder.ring.wait(stage);
+            ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
+            wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
+            if (i + 1 == blocks) break;
+            acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, wide);
+            sync_value_warps<C>();   // nobody needs the block any more
+            feeder.copy(i + C::kAhead, stage);
+            stage = stage.next<C>();
+        }
+        publish([] {});
+        if (blocks > 0) acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, wide);
+        weigh_split([&](int, float) {
+            return role.value_is_rope ? 0.f : ptx::ld_shared_f32(shared_address + C::kRowExponentOffset + 4 * role.value_scale_row);
+        });
+        send_partial<C>(acc, weight, shared_address, splits, role.value_warp, lane);
+        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_inc<128>();
     }
 
-    // The softmax sums go round. When every warp of the cluster has weighed its last block, the scores' place is free to
-    // receive.
-    ptx::barrier_cluster_wait();   // all CTAs have begun
-    softmax.publish(shared_address, splits, role, warp, lane);
-    if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
-    __syncthreads();
-    ptx::barrier_cluster_arrive_relaxed();
-    if (blocks > 0) accumulate(stage);
-
     // Merge, and write.
-    PartialWeight<C> weight;
-    ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-    weight.load(softmax, role, shared_address, splits, lane);
-    ptx::barrier_cluster_wait();
-    send_partial<C>(acc, weight, shared_address, splits, warp, lane);
     // Anew, from shared memory: it costs less than registers in the loop.
     const ClusterWork<C> same_work(p, ptx::ld_shared_u32(shared_address + C::kTokenOffset));
     const OutputTile tile = {

@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "sm90/decode/sparse/cluster_merge.cuh"
-#include "sm90/decode/sparse/head16/shared_softmax.cuh"
+#include "sm90/decode/sparse/head16/softmax.cuh"
 #include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
@@ -22,7 +22,9 @@ struct PartialWeight {
     float power[C::kHeadGroups][2];   // 2^(the accumulator's reference - the sum's)
     float lse[C::kHeadGroups];        // of head g + 8 n over all splits, base 2; +inf without keys
 
-    __device__ __forceinline__ void load(const Softmax<C>& softmax, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
+    // `above_own(n, own)`: how far the accumulators' reference of head g + 8 n is above `own`, that of the split's sum.
+    template <class AboveOwn>
+    __device__ __forceinline__ void load(const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane, AboveOwn above_own) {
         const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
         const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -32,7 +34,7 @@ struct PartialWeight {
             const float2 own = ptx::ld_shared_f32x2(shared + C::kOwnStatsOffset + 8 * (8 * n + g));
             // 2^(own reference - all): the split's own sum cancels.
             const float to_all = own.y == 0.f ? -INFINITY : own.x - all;
-            const float to_own = own.y == 0.f ? 0.f : softmax.reference(n, role, shared, lane) - own.x;
+            const float to_own = own.y == 0.f ? 0.f : above_own(n, own.x);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {   // heads 2t and 2t + 1 are rows 8t and 8t + 4
                 const int from = 8 * t + 4 * i;
@@ -46,10 +48,10 @@ struct PartialWeight {
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane stores two dims of its heads, 16 bytes a head group.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const PartialWeight<C>& weight, uint32_t shared,
-                                             SplitsOfTile splits, int warp, int lane) {
+                                             SplitsOfTile splits, int value_warp, int lane) {
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
-        const int unit = warp * C::kValueUnits + u, owner = splits.owner(unit);
+        const int unit = value_warp * C::kValueUnits + u, owner = splits.owner(unit);
         const uint32_t at = shared + C::kIncomingOffset + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * lane;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {

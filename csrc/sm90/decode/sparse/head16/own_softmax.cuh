@@ -1,5 +1,5 @@
 // Each warp weighs all keys for its own dims of V, from the scores: one barrier less than with shared weights, but as many
-// exponentials of a score as there are warps. For blocks of 32 keys.
+// exponentials of a score as there are warps. For blocks of 32 keys, where all warps compute scores and values.
 #pragma once
 #include "sm90/decode/sparse/head16/softmax.cuh"
 
@@ -123,7 +123,7 @@ struct OwnSoftmax {
 
     // By the warp that keeps the sums: {reference, sum} of every head, for sum * 2^reference, to the CTA, seen after its next
     // barrier, and the log-sum-exps to every CTA of the cluster.
-    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, const WarpRole<C>& role, int, int lane) const {
+    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, const WarpRole<C>& role, int lane) const {
         if (!role.keeps_sum) return;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
@@ -135,8 +135,6 @@ struct OwnSoftmax {
             send_lse<C>(lse, head, shared, splits, lane % 4, 4);
         }
     }
-    // The accumulators of head g + 8 n are in units of 2^this.
-    __device__ __forceinline__ float reference(int n, const WarpRole<C>&, uint32_t, int) const { return own.reference[n]; }
 };
 
 }  // namespace flash_mla::sm90::head16

@@ -2,7 +2,7 @@
 // registers.
 #pragma once
 #include "ptx/convert.cuh"
-#include "sm90/decode/sparse/head16/config.h"
+#include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/query_row.cuh"
 
 namespace flash_mla::sm90::head16 {
@@ -37,13 +37,15 @@ struct TileFlags {
     static constexpr uint32_t kTooWide = 1, kNonzero = 2;
     uint32_t bits;
 
-    // Of all warps. A barrier of the CTA.
+    // Of the score warps, which have loaded the tile. Where tiles may be skipped a barrier of the CTA, of all its warps, else one of
+    // the score warps.
     template <class C>
     __device__ __forceinline__ void share(uint32_t shared, int warp, int lane) {
         bits = __reduce_or_sync(0xffffffffu, bits);
-        if (lane == 0) ptx::st_shared_u32(shared + C::kTileFlagsOffset + 4 * warp, bits);
-        __syncthreads();
-        bits = __reduce_or_sync(0xffffffffu, lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
+        if (lane == 0 && warp < C::kScoreWarps) ptx::st_shared_u32(shared + C::kTileFlagsOffset + 4 * warp, bits);
+        if constexpr (C::kSkipsZeros) __syncthreads();
+        else sync_score_warps<C>();
+        bits = __reduce_or_sync(0xffffffffu, lane < C::kScoreWarps ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
     }
     __device__ __forceinline__ bool too_wide() const { return bits & kTooWide; }
     __device__ __forceinline__ bool nonzero() const { return bits & kNonzero; }
@@ -131,7 +133,7 @@ struct Query {
     using Record = typename C::Record;
     uint4 fragment[C::kTilesPerPart][C::kFragmentsPerTile];
     float unscale[C::kTilesPerPart][C::kHeadGroups];   // of heads g and g + 8
-    uint4 rope;                                        // V3.2: the part's RoPE dims, bf16
+    uint4 rope[C::kHeadGroups];                        // V3.2: the part's RoPE dims, bf16
     bool is_bf16;                                      // Q's e4m3 tiles; RoPE always is
 
     __device__ __forceinline__ void load_rope(const QueryRows& rows, int part, int lane) {
@@ -149,20 +151,30 @@ struct Query {
 #pragma unroll
                 for (int i = 0; i < C::kRopeWords; ++i) r[n][i] = rows.exists(8 * n + g) ? r[n][i] : 0;
             }
-            if constexpr (C::kHeadGroups == 2) rope = make_uint4(r[0][0], r[1][0], r[0][1], r[1][1]);
-            else rope = make_uint4(r[0][0], r[0][2], r[0][1], r[0][3]);
+            if constexpr (C::kHeadGroups == 2) {
+#pragma unroll
+                for (int f = 0; f < 2; ++f) rope[f] = make_uint4(r[0][2 * f], r[1][2 * f], r[0][2 * f + 1], r[1][2 * f + 1]);
+            } else {
+                rope[0] = make_uint4(r[0][0], r[0][2], r[0][1], r[0][3]);
+            }
         }
     }
 
+    __device__ __forceinline__ void clear_rope() {
+#pragma unroll
+        for (int f = 0; f < C::kHeadGroups; ++f) rope[f] = make_uint4(0, 0, 0, 0);
+    }
     __device__ __forceinline__ uint32_t rope_flags() const {
         if (C::kRopeWords == 0) return 0;
-        return is_nonzero(rope.x | rope.y | rope.z | rope.w) ? TileFlags::kNonzero : 0;
+        uint32_t any = 0;
+#pragma unroll
+        for (int f = 0; f < C::kHeadGroups; ++f) any |= rope[f].x | rope[f].y | rope[f].z | rope[f].w;
+        return is_nonzero(any) ? TileFlags::kNonzero : 0;
     }
 
-    // All warps of the CTA together, through shared memory. What `before_barrier` writes there is visible afterwards too.
-    template <class BeforeBarrier>
+    // By the score warps together, through shared memory.
     __device__ __forceinline__ void convert(const QueryTile<C>& own_tile, bool as_bf16, char* shared, float scale_log2, int part,
-                                            int warp, int lane, BeforeBarrier before_barrier) {
+                                            int warp, int lane) {
         uint4* all_fragments = reinterpret_cast<uint4*>(shared + C::kQueryOffset);
         float* unscales = reinterpret_cast<float*>(shared + C::kUnscaleOffset);
         constexpr int kPerTile = C::kFragmentsPerTile * 32;
@@ -171,8 +183,7 @@ struct Query {
         if (warp < C::kTiles) {
             own_tile.store(all_fragments + warp * kPerTile, unscales + warp * C::kHeads, scale_log2, is_bf16 || is_rope, lane);
         }
-        before_barrier();
-        __syncthreads();
+        sync_score_warps<C>();
 #pragma unroll
         for (int j = 0; j < C::kTilesPerPart; ++j) {
             const int tile = C::kTilesPerPart * part + j;

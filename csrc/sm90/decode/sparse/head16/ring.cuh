@@ -1,8 +1,7 @@
 // Keys from global memory into the ring, as they are, some blocks ahead of their use.
 //
-// A copy is one instruction a key, but a warp starts one after the other, so every warp copies four keys of each block.
-// Finding keys, that is slot, address and validity, is best done a warp at a time: the last kFinders warps do it, one lane
-// per key, a block ahead of copying, and tell the others through a table in shared memory. feeder.cuh says when.
+// A copy is one instruction a key, but a warp starts one after the other, so the value warps share them: 4 or 8 keys of each
+// block, a lane a key. Whatever belongs to a key is that lane's work. feeder.cuh says when.
 #pragma once
 #include <cmath>
 
@@ -28,19 +27,16 @@ struct Stage {
     }
 };
 
-// A key on its way, in the hands of the lane that found it.
+// A key, in the hands of the lane that found it.
 template <class C>
 struct FoundKey {
-    using Record = typename C::Record;
-    const uint8_t* row;
-    bool valid;
-    uint2 scales;   // V4's 8 bytes; V3.2's lie in the row
+    const uint8_t* row;         // null: no key
+    uint32_t scales_from_row;   // V4's 8 bytes; V3.2's lie in the row
 
     __device__ __forceinline__ void locate(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place, int32_t slot) {
-        valid = is_key(p, lists, place, slot);
-        const KeyAddress a = sm90::locate<Record>(p.source[place.extra], valid ? slot : 0);
-        row = a.row;
-        if constexpr (Record::kScalesAfterRows) scales = ptx::ld_global_v2(a.row + a.scales_from_row);
+        const bool valid = is_key(p, lists, place, slot);
+        const KeyAddress a = sm90::locate<typename C::Record>(p.source[place.extra], valid ? slot : 0);
+        row = valid ? a.row : nullptr, scales_from_row = a.scales_from_row;
     }
 };
 
@@ -56,48 +52,31 @@ struct Ring {
     // By one thread, once.
     __device__ __forceinline__ void init_barriers() const {
 #pragma unroll
-        for (int i = 0; i < C::kStages; ++i) ptx::mbarrier_init(shared + C::kStageBarrierOffset + 8 * i, C::kWarps);
+        for (int i = 0; i < C::kStages; ++i) {
+            ptx::mbarrier_init(shared + C::kStageBarrierOffset + 8 * i, C::kKeys * C::kCopiesPerKey);
+            if (C::kSpecialized) ptx::mbarrier_init(shared + C::kWeighedBarrierOffset + 8 * i, 32 * C::kScoreWarps);
+        }
     }
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
 
-    // By every warp, whose keys of the block are those of `lanes`. What is no key becomes zeros, so
-    // that whatever lies in its slot, NaN bytes too, has no effect. The zeros do not count towards the barrier of the stage:
-    // readers see them because at least one barrier of the CTA lies between a block's copies and its use (kAhead).
-    __device__ __forceinline__ void copy(Stage s, int key, const uint8_t* from, bool valid, uint32_t lanes, int lane) const {
-        const uint32_t valid_lanes = __ballot_sync(0xffffffffu, valid) & lanes;
-        if (!(lanes >> lane & 1)) return;
-        if (lane == __ffs(lanes) - 1) ptx::mbarrier_arrive_expect_tx(barrier(s), __popc(valid_lanes) * kRowBytes);
-        const uint32_t to = row(s, key);
+    // By the lane that has found the key: its row, its scales, and its mask, which makes the score of what is no key -inf. The row
+    // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
+    __device__ __forceinline__ void copy(Stage s, int key, const FoundKey<C>& found) const {
+        const uint32_t to = row(s, key), at = barrier(s);
+        const bool valid = found.row != nullptr;
         if (valid) {
-            ptx::cp_async_bulk(to, from, kRowBytes, barrier(s));
+            ptx::cp_async_bulk(to, found.row, kRowBytes, at);
         } else {
 #pragma unroll 1
             for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
             ptx::fence_proxy_async();   // the next block of this stage may bring a key
         }
-    }
-
-    // By the lane that has found the key: its scales, and its mask, which makes the score of what is no key -inf.
-    __device__ __forceinline__ void store_scales_and_mask(Stage s, int key, const FoundKey<C>& found) const {
         if constexpr (Record::kScalesAfterRows) {
-            ptx::st_shared_v2(row(s, key) + kRowBytes, found.valid ? found.scales : make_uint2(0, 0));
+            ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
+            ptx::cp_async_mbarrier_arrive(at);
         }
-        ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), found.valid ? 0.f : -INFINITY);
-    }
-
-    // The table, with room for two blocks: the address of a key, 0 for what is no key.
-    __device__ __forceinline__ uint32_t table(int block, int key) const {
-        return shared + C::kFetchTableOffset + 8 * ((block & 1) * C::kKeys + key);
-    }
-    __device__ __forceinline__ void tell(int block, int key, const FoundKey<C>& found) const {
-        const uint64_t row = found.valid ? reinterpret_cast<uint64_t>(found.row) : 0;
-        ptx::st_shared_v2(table(block, key), make_uint2(static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32)));
-    }
-    __device__ __forceinline__ void copy_as_told(Stage s, int block, int warp, int lane) const {
-        const int key = C::kKeysPerWarp * warp + lane % C::kKeysPerWarp;
-        const uint2 v = ptx::ld_shared_v2(table(block, key));
-        const uint64_t row = static_cast<uint64_t>(v.y) << 32 | v.x;
-        copy(s, key, reinterpret_cast<const uint8_t*>(row), row != 0, (1u << C::kKeysPerWarp) - 1, lane);
+        ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
+        ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
     }
 };
 

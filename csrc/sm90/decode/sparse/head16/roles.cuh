@@ -1,6 +1,7 @@
 // Who does what: which token and heads a cluster works on, and what a warp's share of a CTA's work is.
 #pragma once
 #include "ptx/cluster.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/config.h"
 
 namespace flash_mla::sm90::head16 {
@@ -24,25 +25,35 @@ struct ClusterWork {
 
 template <class C>
 struct WarpRole {
+    bool scores, values;
     // Scores: some dims (a part) of some keys of a block.
     int part, first_key;
     // Values: all keys, some dims, which have one scale per key.
-    int value_scale_row;
+    int value_warp, value_scale_row;
     bool value_is_rope;
-    // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE. (Not with shared weights.)
+    // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE. (Not specialized.)
     bool keeps_sum;
-    // The last warps find keys: V4's accumulate RoPE, which needs no conversion.
-    bool finds_keys;
 
     __device__ __forceinline__ explicit WarpRole(uint32_t warp) {
-        constexpr uint32_t kWarpsPerPart = C::kWarps / C::kDimParts;
+        constexpr uint32_t kWarpsPerPart = C::kScoreWarps / C::kDimParts;
         constexpr uint32_t kSumWarp = C::Record::kRopeInV ? C::Record::kNopeDims / C::kValueDims : 0;
-        part = warp / kWarpsPerPart, first_key = warp % kWarpsPerPart * (8 * C::kOctets);
-        value_scale_row = warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
+        scores = warp < C::kScoreWarps, values = !C::kSpecialized || !scores;
+        part = warp % C::kScoreWarps / kWarpsPerPart, first_key = warp % kWarpsPerPart * (8 * C::kOctets);
+        value_warp = warp % C::kValueWarps, value_scale_row = value_warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
         value_is_rope = C::Record::kRopeInV && value_scale_row == C::kScaleRows - 1;
         keeps_sum = warp == kSumWarp;
-        finds_keys = warp >= C::kWarps - C::kFinders;
     }
 };
+
+// A barrier of the score warps.
+template <class C>
+__device__ __forceinline__ void sync_score_warps() {
+    if constexpr (C::kSpecialized) ptx::barrier_sync(1, 32 * C::kScoreWarps);
+    else __syncthreads();
+}
+
+// The score and value warps are different ones: a barrier of the latter.
+template <class C>
+__device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(2, 32 * C::kValueWarps); }
 
 }  // namespace flash_mla::sm90::head16

@@ -37,9 +37,7 @@ struct ScoreAddresses {
         const uint32_t row = shared + C::kRingOffset + (warp_key + row_of_column(g)) * C::kRowPitch;
         key = ptx::opaque(row + part * (C::kTilesPerPart * kTileDims) + 16 * t);
         // From `key` by what the lanes of a warp have in common, where that is possible: no register.
-        more = C::kRopeWords == 4 ? key + (Record::kRopeOffset + part * (64 - C::kTilesPerPart * kTileDims))
-                                  : row + Record::kRopeOffset + 4 * C::kRopeWords * (4 * part + t);
-        if (C::kRopeWords == 2) more = ptx::opaque(more);
+        more = key + (Record::kRopeOffset + part * (64 - C::kTilesPerPart * kTileDims));
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
         scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
         scale_store = shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
@@ -107,16 +105,25 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     const bool rope_last = last_tile_is_rope<C>(part);
     constexpr int kOctetRows = 8 * C::kRowPitch, kOctetColumnBytes = 32;   // bytes from octet to octet
 
-    // All of the block that this lane reads, first, since what follows is long.
+    // What this lane reads of the block, ahead of its use: all of it first, since what follows is long, or, where registers are
+    // short, a tile ahead.
+    constexpr int kTilesAhead = C::kHeadGroups == 1 ? C::kTilesPerPart : 2;
     uint4 keys[C::kOctets][C::kTilesPerPart], more[C::kOctets];
     uint32_t scales[C::kOctets];
+    auto load_tile = [&](int j) {
+#pragma unroll
+        for (int o = 0; o < C::kOctets; ++o) keys[o][j] = ptx::ld_shared_v4(at.key + stage.rows + o * kOctetRows + j * kTileDims);
+        if (j == C::kTilesPerPart - 1 && rope_last) {
+#pragma unroll
+            for (int o = 0; o < C::kOctets; ++o) more[o] = ptx::ld_shared_v4(at.key + stage.rows + o * kOctetRows + C::kTilesPerPart * kTileDims);
+        }
+    };
+#pragma unroll
+    for (int j = 0; j < kTilesAhead; ++j) load_tile(j);
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
-        const uint32_t octet = stage.rows + o * kOctetRows;
-#pragma unroll
-        for (int j = 0; j < C::kTilesPerPart; ++j) keys[o][j] = ptx::ld_shared_v4(at.key + octet + j * kTileDims);
-        scales[o] = C::kHasMantissa ? ptx::ld_shared_u32(at.scale + octet) : ptx::ld_shared_u8(at.scale + octet);
-        if (rope_last) more[o] = ptx::ld_shared_v4(at.key + octet + C::kTilesPerPart * kTileDims);
+        const uint32_t from = at.scale + stage.rows + o * kOctetRows;
+        scales[o] = C::kHasMantissa ? ptx::ld_shared_u32(from) : ptx::ld_shared_u8(from);
     }
 
     // Tile by tile; a tile's products are used while the next one's are on their way.
@@ -178,6 +185,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
     __syncwarp();
 #pragma unroll
     for (int j = 1; j < C::kTilesPerPart; ++j) {
+        if (j + kTilesAhead - 1 < C::kTilesPerPart) load_tile(j + kTilesAhead - 1);
         multiply_tile(j);
         add_tile(j - 1);
     }
@@ -186,17 +194,11 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if constexpr (C::kRopeWords > 0) {
-            uint32_t pairs[4];
-            const uint32_t from = at.more + stage.rows + o * kOctetRows;
-            if constexpr (C::kRopeWords == 4) {
-                const uint4 k = ptx::ld_shared_v4(from);
-                pairs[0] = k.x, pairs[1] = k.y, pairs[2] = k.z, pairs[3] = k.w;
-            } else {
-                const uint2 k = ptx::ld_shared_v2(from);
-                pairs[0] = k.x, pairs[1] = k.y;
-            }
+            const uint4 k = ptx::ld_shared_v4(at.more + stage.rows + o * kOctetRows);
+            const uint32_t pairs[4] = {k.x, k.y, k.z, k.w};
             Product<C> rope;
-            rope.template add<true>(q.rope, pairs);
+#pragma unroll
+            for (int f = 0; f < C::kHeadGroups; ++f) rope.template add<true>(q.rope[f], pairs + 4 / C::kHeadGroups * f);
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll

@@ -1,6 +1,7 @@
 // P V: each warp accumulates its own dims of V over all keys of the CTA.
 #pragma once
 #include "ptx/mma.cuh"
+#include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/head16/scores.cuh"
 
 namespace flash_mla::sm90::head16 {
@@ -34,10 +35,18 @@ struct Accumulator {
     }
 
     // `value_at`: this lane's row, for ldmatrix, of the warp's first dims.
-    //
+    __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool wide) {
+        if (is_rope) multiply_bf16(w, value_at);
+        else if (C::kSpecialized && wide) multiply_e4m3<true>(w, value_at);
+        else multiply_e4m3<false>(w, value_at);
+    }
+
+   private:
     // One ldmatrix fetches, of two units and a k step, the matrices (keys 0-7, dims 0-15), (0-7, 16-31), (8-15, 0-15),
     // (8-15, 16-31): 8x8 pairs of e4m3 dims. Transposed, they give a lane two keys of two dims. Sorted by dim and
-    // converted, those are two A registers of V^T, of dims 2g and 2g + 1: rows g and g + 8 of a unit.
+    // converted, those are two A registers of V^T, of dims 2g and 2g + 1: rows g and g + 8 of a unit. To f16, or if the weights
+    // are bf16 to bf16.
+    template <bool kIsBf16 = false>
     __device__ __forceinline__ void multiply_e4m3(const WeightFragments<C>& w, uint32_t value_at) {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; u += 2) {
@@ -50,8 +59,12 @@ struct Accumulator {
                     uint32_t a[4];
                     ptx::cvt_f16x4_e4m3x4(a[0], a[1], __byte_perm(r[i], 0, 0x3120));
                     ptx::cvt_f16x4_e4m3x4(a[2], a[3], __byte_perm(r[2 + i], 0, 0x3120));
+                    if constexpr (kIsBf16) {
 #pragma unroll
-                    for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<false>(out[u + i][n], a, w[ks][n]);
+                        for (int j = 0; j < 4; ++j) a[j] = ptx::cvt_bf16x2_f16x2(a[j]);
+                    }
+#pragma unroll
+                    for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<kIsBf16>(out[u + i][n], a, w[ks][n]);
                 }
             }
         }
@@ -79,12 +92,12 @@ struct ValueAddresses {
     uint32_t score;      // head g, columns 2t and 2t + 1, of part 0
     uint32_t exponent;   // of the warp's scale row, column 2t; V3.2: the mantissas are one array further
 
-    __device__ __forceinline__ ValueAddresses(uint32_t shared, LanePlaces<C> places, int warp, int scale_row, bool is_rope, int lane) {
+    __device__ __forceinline__ ValueAddresses(uint32_t shared, LanePlaces<C> places, const WarpRole<C>& role, int lane) {
         const int matrix = lane / 8, row = row_of_column(lane % 8 + 8 * (matrix / 2));
-        const int first = is_rope ? C::Record::kRopeOffset + 2 * (warp * C::kValueDims % kTileDims) : warp * C::kValueDims;
+        const int first = role.value_is_rope ? C::Record::kRopeOffset : role.value_warp * C::kValueDims;
         value = ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2));
         score = places.score + C::kScoreOffset;
-        exponent = places.pair + (C::kScaleArraysOffset + C::kScaleArrayBytes + 4 * scale_row * C::kScaleStride);
+        exponent = places.pair + (C::kScaleArraysOffset + C::kScaleArrayBytes + 4 * role.value_scale_row * C::kScaleStride);
     }
 };
 

@@ -64,6 +64,7 @@ struct Ring {
     __device__ __forceinline__ void copy(Stage s, int key, const FoundKey<C>& found) const {
         const uint32_t to = row(s, key), at = barrier(s);
         const bool valid = found.row != nullptr;
+        if constexpr (Record::kScalesAfterRows) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
         if (valid) {
             ptx::cp_async_bulk(to, found.row, kRowBytes, at);
         } else {
@@ -71,10 +72,7 @@ struct Ring {
             for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
             ptx::fence_proxy_async();   // the next block of this stage may bring a key
         }
-        if constexpr (Record::kScalesAfterRows) {
-            ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
-            ptx::cp_async_mbarrier_arrive(at);
-        }
+        if constexpr (Record::kScalesAfterRows) ptx::cp_async_mbarrier_arrive(at);
         ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
         ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
     }

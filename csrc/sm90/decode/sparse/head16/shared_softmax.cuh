@@ -6,9 +6,9 @@
 
 namespace flash_mla::sm90::head16 {
 
-// The factor of V's scale is 2^(its exponent - the largest one of the CTA's keys so far). Where a block's exponents are further
-// below that than this, small factors would cost f16 weights that count their precision: then the row's weights of the block
-// are bf16, and so are its values.
+// The factor of V's scale is 2^(its exponent - the largest one of the CTA's keys so far). Where exponents have been further apart
+// than this, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From
+// then on the row's weights are bf16, and so are its values.
 inline constexpr float kScaleSpread = 8.f;
 
 // Where column c of 32 lies among B fragments of two k steps: lane (g, t) reads 16 bytes, of columns 2t, 2t + 1, 2t + 8,
@@ -31,13 +31,13 @@ template <class C>
 struct SharedSoftmax {
     static constexpr int kColumns = C::kKeys / 32;
     float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
-    float exponent;                                     // the largest of the row's
+    float exponent, least;                              // the row's largest; the least of those that the lane has seen
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
-        exponent = -FLT_MAX;
+        exponent = -FLT_MAX, least = FLT_MAX;
     }
 
     // Behind a barrier of the score warps, behind the block's scores.
@@ -111,7 +111,7 @@ struct SharedSoftmax {
     // Returns whether the row's update matters.
     __device__ __forceinline__ bool prepare_factors(uint32_t shared, uint32_t place, Stage stage, ScoreBuffer buffer, bool first, int row, int lane) {
         const uint32_t from = shared + C::kScaleArraysOffset + C::kScaleArrayBytes + buffer.scale + 4 * (row * C::kScaleStride + lane);
-        float e[kColumns], mantissa[kColumns], largest = exponent, least = FLT_MAX;
+        float e[kColumns], mantissa[kColumns], largest = exponent;
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
             const float mask = ptx::ld_shared_f32(shared + C::kMaskOffset + stage.mask + 4 * (lane + 32 * k));   // -inf for what is no key

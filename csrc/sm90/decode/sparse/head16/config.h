@@ -71,7 +71,7 @@ struct Config {
     // at 15).
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
-    static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
+    static constexpr int kUnitBytes = 512;   // 16 bytes a lane, see send_partial
     // Specialized: what the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; what has become of references. See shared_softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes

@@ -45,7 +45,8 @@ struct PartialWeight {
     }
 };
 
-// Within a unit, pairs of dims by heads, as lanes hold them: a lane stores two dims of its heads, 16 bytes a head group.
+// Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit, two dims of its heads. Of 8 heads in
+// fp32; of 16 rounded to bf16, which adds about what the rounding of the result costs: the SMs send each other 16 bytes a cycle.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const PartialWeight<C>& weight, uint32_t shared,
                                              SplitsOfTile splits, int value_warp, int lane) {
@@ -53,12 +54,31 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Pa
     for (int u = 0; u < C::kValueUnits; ++u) {
         const int unit = value_warp * C::kValueUnits + u, owner = splits.owner(unit);
         const uint32_t at = shared + C::kIncomingOffset + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * lane;
+        float v[C::kHeadGroups][4];   // rows g and g + 8 of the accumulator, heads 2t and 2t + 1
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            float v[4];   // rows g and g + 8 of the accumulator, heads 2t and 2t + 1
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = acc.out[u][n][i] * weight.share[n][i % 2] * weight.power[n][i % 2];
-            send<C>(make_float4(v[0], v[1], v[2], v[3]), at + 512 * n, owner, shared, splits);
+            for (int i = 0; i < 4; ++i) v[n][i] = acc.out[u][n][i] * weight.share[n][i % 2] * weight.power[n][i % 2];
+        }
+        float4 bytes = {v[0][0], v[0][1], v[0][2], v[0][3]};
+        if constexpr (C::kHeadGroups == 2) {
+            bytes = {__uint_as_float(ptx::cvt_bf16x2_f32(v[0][0], v[0][1])), __uint_as_float(ptx::cvt_bf16x2_f32(v[0][2], v[0][3])),
+                     __uint_as_float(ptx::cvt_bf16x2_f32(v[1][0], v[1][1])), __uint_as_float(ptx::cvt_bf16x2_f32(v[1][2], v[1][3]))};
+        }
+        send<C>(bytes, at, owner, shared, splits);
+    }
+}
+
+// Adds what a lane has sent.
+template <class C>
+__device__ __forceinline__ void add_partial(float (&sum)[C::kHeadGroups][4], uint4 sent) {
+    const uint32_t words[4] = {sent.x, sent.y, sent.z, sent.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (C::kHeadGroups == 2) {
+            sum[i / 2][i % 2 * 2] += ptx::f32_of_bf16_lo(words[i]), sum[i / 2][i % 2 * 2 + 1] += ptx::f32_of_bf16_hi(words[i]);
+        } else {
+            sum[0][i] += __uint_as_float(words[i]);
         }
     }
 }
@@ -123,14 +143,7 @@ struct UnitWriter {
             const uint32_t incoming = shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local) + 16 * lane;
             float x[C::kHeadGroups][4] = {};
 #pragma unroll 4
-            for (int s = 0; s < splits.count; ++s) {
-#pragma unroll
-                for (int n = 0; n < C::kHeadGroups; ++n) {
-                    const uint4 v = ptx::ld_shared_v4(incoming + s * stride + 512 * n);
-                    x[n][0] += __uint_as_float(v.x), x[n][1] += __uint_as_float(v.y);
-                    x[n][2] += __uint_as_float(v.z), x[n][3] += __uint_as_float(v.w);
-                }
-            }
+            for (int s = 0; s < splits.count; ++s) add_partial<C>(x, ptx::ld_shared_v4(incoming + s * stride));
             const int unit = splits.own_unit(local);
             const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
             const int first = unit * kUnitDims + (is_rope ? g : 2 * g), second = first + (is_rope ? 8 : 1);

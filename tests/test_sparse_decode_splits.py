@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 SPLITS = range(1, 17)
 # (head_tile, block_keys)
-TILES = [(8, 32), (8, 64), (16, 64), (64, 64)]
+TILES = [(8, 32), (8, 64), (16, 32), (16, 64), (64, 64)]
 
 
 def forced(head_tile, splits, block_keys):

@@ -106,44 +106,34 @@ struct Kernel {
     decltype(&sm90::head16::launch<V4Record, 1, 32, false>) launch;
 };
 
-template <class Record, int kHeadGroups, int kKeys>
-Kernel choose_kernel(int64_t heads) {
+template <class Record, int kKeys>
+Kernel choose_kernel(int64_t heads, const Plan& plan) {
     using namespace sm90::head16;
-    if constexpr (kHeadGroups == 1) {
-        if (skips_zeros(8 * kHeadGroups, heads)) return {max_splits<Record, 1, kKeys, true>, launch<Record, 1, kKeys, true>};
-    }
-    return {max_splits<Record, kHeadGroups, kKeys, false>, launch<Record, kHeadGroups, kKeys, false>};
+    if (plan.head_tile == 16) return {max_splits<Record, 2, kKeys, false>, launch<Record, 2, kKeys, false>};
+    if (skips_zeros(plan.head_tile, heads)) return {max_splits<Record, 1, kKeys, true>, launch<Record, 1, kKeys, true>};
+    return {max_splits<Record, 1, kKeys, false>, launch<Record, 1, kKeys, false>};
 }
 
 template <class Record>
 Kernel choose_kernel(int64_t heads, const Plan& plan) {
-    if (plan.head_tile == 16) return choose_kernel<Record, 2, 64>(heads);
-    return plan.block_keys == 64 ? choose_kernel<Record, 1, 64>(heads) : choose_kernel<Record, 1, 32>(heads);
+    if (plan.head_tile == 64) return {sm90::head64::max_splits<Record>, sm90::head64::launch<Record>};
+    return plan.block_keys == 64 ? choose_kernel<Record, 64>(heads, plan) : choose_kernel<Record, 32>(heads, plan);
 }
 
 Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
-    if (plan.head_tile == 64) {
-        using namespace sm90::head64;
-        if (record == RecordKind::kV4) return {max_splits<V4Record>, launch<V4Record>};
-        return {max_splits<V32Record>, launch<V32Record>};
-    }
     return record == RecordKind::kV4 ? choose_kernel<V4Record>(heads, plan) : choose_kernel<V32Record>(heads, plan);
 }
 
-// The plan knows the SM count only; a GPU may have no place for a cluster that large. Returns whether CTAs are to be alone on
-// their SM.
-bool fit_plan(const SparseDecodeArguments& a, Plan& plan, const Kernel& kernel, int num_sms) {
-    MaxSplits fits;
+// The plan knows the SM count only; a GPU may have no place for a cluster that large.
+void fit_plan(const SparseDecodeArguments& a, Plan& plan, const Kernel& kernel) {
+    int fits = 0;
     check_cuda(kernel.max_splits(&fits), "setting up sparse_decode");
-    if (plan.splits > fits.shared) {
-        if (a.tile_scheduler_metadata) {
-            throw std::runtime_error("flash_mla: tile_scheduler_metadata: got a forced plan of " + std::to_string(plan.splits) +
-                                     " splits; takes at most " + std::to_string(fits.shared) + " on this GPU");
-        }
-        plan.splits = fits.shared;
+    if (plan.splits <= fits) return;
+    if (a.tile_scheduler_metadata) {
+        throw std::runtime_error("flash_mla: tile_scheduler_metadata: got a forced plan of " + std::to_string(plan.splits) +
+                                 " splits; takes at most " + std::to_string(fits) + " on this GPU");
     }
-    const int64_t clusters = a.tokens() * tiles_of_token(plan.head_tile, a.h_q());
-    return ctas_per_sm(plan, clusters, num_sms) == 1 && plan.splits <= fits.alone;
+    plan.splits = fits;
 }
 
 }  // namespace
@@ -166,13 +156,13 @@ SparseDecodeResult sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Option
     if (a.tokens() > 0) {
         Plan plan = choose_plan(a, num_sms);
         const Kernel kernel = choose_kernel(record, a.h_q(), plan);
-        const bool alone = fit_plan(a, plan, kernel, num_sms);
+        fit_plan(a, plan, kernel);
         const SparseDecodeParams p = make_params(a, plan, out, lse);
         void* stream = nullptr;
         if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, &stream)) {
             throw std::runtime_error("flash_mla: q: got a CUDA tensor, but this torch has no CUDA stream to offer");
         }
-        check_cuda(kernel.launch(p, a.tokens(), alone, static_cast<cudaStream_t>(stream)), "launch of sparse_decode");
+        check_cuda(kernel.launch(p, a.tokens(), static_cast<cudaStream_t>(stream)), "launch of sparse_decode");
     }
     return {out, lse, tile_scheduler_metadata, num_splits};
 }

@@ -197,11 +197,12 @@ void check_forced_plan(const SparseDecodeArguments& a) {
     const Tensor& t = *a.tile_scheduler_metadata;
     const std::string takes =
         "None, or a forced plan: a contiguous int32 CPU tensor [head_tile = 8, 16 or 64, splits = 1.." + number(kMaxSplits) +
-        ", block_keys = 64, or 32 with head_tile 8]";
+        ", block_keys = 64, or 32 with head_tile 8 or 16]";
     require(t.is_cpu() && t.scalar_type() == ScalarType::Int && t.dim() == 1 && t.size(0) == 3 && is_last_dim_contiguous(t),
             "tile_scheduler_metadata", t, takes);
     const auto* v = static_cast<const int32_t*>(t.const_data_ptr());
-    const bool known = ((v[0] == 8 || v[0] == 16 || v[0] == 64) && v[2] == 64) || (v[0] == 8 && v[2] == 32);
+    const bool small = v[0] == 8 || v[0] == 16;
+    const bool known = ((small || v[0] == 64) && v[2] == 64) || (small && v[2] == 32);
     if (!known || v[1] < 1 || v[1] > kMaxSplits) {
         refuse("tile_scheduler_metadata", "[" + number(v[0]) + ", " + number(v[1]) + ", " + number(v[2]) + "]", takes);
     }

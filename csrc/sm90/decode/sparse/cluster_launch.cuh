@@ -12,34 +12,28 @@ namespace flash_mla::sm90 {
 
 using SparseDecodeKernel = void (*)(SparseDecodeParams);
 
-// The largest number of splits (CTAs of a cluster) up to kMaxSplits that fits the current device at all, with kSharedBytes and
-// with kSharedBytesAlone; and what the kernel needs to be launched there. Function attributes belong to a device, so they are
-// set, and what fits is asked, once for each; twice in a race is harmless.
-template <SparseDecodeKernel kKernel, int kThreads, int kSharedBytes, int kSharedBytesAlone>
-cudaError_t max_splits_on_device(MaxSplits* splits) {
+// The largest number of splits (CTAs of a cluster) up to kMaxSplits that fits the current device at all; and what the kernel needs
+// to be launched there. Function attributes belong to a device, so they are set, and what fits is asked, once for each; twice in
+// a race is harmless.
+template <SparseDecodeKernel kKernel, int kThreads, int kSharedBytes>
+cudaError_t max_splits_on_device(int* splits) {
     constexpr int kMaxDevices = 64;
-    static std::atomic<int> known[kMaxDevices];   // both numbers, the second one times 256; 0 if not known
+    static std::atomic<int> known[kMaxDevices];   // 0 if not known
     int device = 0;
     if (cudaError_t e = cudaGetDevice(&device)) return e;
-    int packed = device < kMaxDevices ? known[device].load(std::memory_order_acquire) : 0;
-    if (packed == 0) {
-        const void* kernel = reinterpret_cast<const void*>(kKernel);
-        if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytesAlone)) return e;
-        if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
-        int shift = 0;
-        for (int bytes : {kSharedBytes, kSharedBytesAlone}) {
-            cudaLaunchConfig_t config = {};
-            config.gridDim = dim3(kMaxSplits, 1, 1);
-            config.blockDim = dim3(kThreads, 1, 1);
-            config.dynamicSmemBytes = bytes;
-            int fits = 0;
-            if (cudaError_t e = cudaOccupancyMaxPotentialClusterSize(&fits, kernel, &config)) return e;
-            packed |= std::clamp(fits, 1, kMaxSplits) << shift;
-            shift += 8;
-        }
-        if (device < kMaxDevices) known[device].store(packed, std::memory_order_release);
-    }
-    *splits = {packed & 255, packed >> 8};
+    *splits = device < kMaxDevices ? known[device].load(std::memory_order_acquire) : 0;
+    if (*splits != 0) return cudaSuccess;
+    const void* kernel = reinterpret_cast<const void*>(kKernel);
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)) return e;
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return e;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kMaxSplits, 1, 1);
+    config.blockDim = dim3(kThreads, 1, 1);
+    config.dynamicSmemBytes = kSharedBytes;
+    int fits = 0;
+    if (cudaError_t e = cudaOccupancyMaxPotentialClusterSize(&fits, kernel, &config)) return e;
+    *splits = std::clamp(fits, 1, kMaxSplits);
+    if (device < kMaxDevices) known[device].store(*splits, std::memory_order_release);
     return cudaSuccess;
 }
 

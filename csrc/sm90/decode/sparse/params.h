@@ -43,11 +43,6 @@ struct KeySource {
     FastDivisor page;                      // page_block_size
 };
 
-// The largest clusters that fit a device, and those that do with no two CTAs on an SM.
-struct MaxSplits {
-    int shared = 0, alone = 0;
-};
-
 // Strides are 32 bits wide: the product with an index is one instruction, and a larger stride is refused.
 struct SparseDecodeParams {
     KeySource source[2];          // main, extra

@@ -14,22 +14,24 @@ inline constexpr int kLikelyHeads = 16;  // the first rows of a padded call, whi
 // kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kSkipsZeros: a token has more
 // tiles than this one, and those of zero rows are skipped.
 //
-// A block's scores are the work of 8 warps, and so are its values. With blocks of 32 keys they are the same warps, and two
-// CTAs fit on an SM. With blocks of 64 (kSpecialized) they are not: while the value warps multiply a block, the score warps
-// compute the scores of the next one.
+// A block's scores are the work of 8 warps, the score warps, and its values that of 8 others, the value warps: while these
+// multiply a block, the score warps compute the scores of the next one.
 template <class Record_, int kHeadGroups_, int kKeys_, bool kSkipsZeros_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeadGroups = kHeadGroups_;
     static constexpr int kKeys = kKeys_;
     static constexpr bool kSkipsZeros = kSkipsZeros_;
-    static constexpr bool kSpecialized = kKeys == 64;
     static constexpr int kHeads = 8 * kHeadGroups;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
     static constexpr int kScoreWarps = 8, kValueWarps = 8;
-    static constexpr int kWarps = kSpecialized ? kScoreWarps + kValueWarps : kScoreWarps;
+    static constexpr int kWarps = kScoreWarps + kValueWarps;
     static constexpr int kThreads = 32 * kWarps;
-    static constexpr int kCtasPerSm = 512 / kThreads;
+    // With much of Q and many keys in their hands, score warps take registers over from the value warps.
+    static constexpr bool kMovesRegisters = kHeadGroups == 2 || kKeys == 64;
+    static constexpr int kScoreRegisters = 160, kValueRegisters = 96;
+    // Value warps help to convert the Q of 16 rows; where tiles are skipped, they have to know.
+    static constexpr bool kAllConvert = kHeadGroups == 2, kAllShareFlags = kAllConvert || kSkipsZeros;
 
     // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
     static constexpr int kDimParts = 2;
@@ -55,11 +57,10 @@ struct Config {
     // A ring of blocks of keys as they are in the cache: a row of 16-byte chunks per key, V4's scales behind it. An odd
     // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups. Each stage has a barrier that
     // completes when its rows have come.
-    static constexpr int kStages = kHeadGroups == 1 ? 4 : 3;
-    static constexpr int kAhead = kSpecialized ? kStages : kStages - 1;   // blocks that are fetched before they are needed
+    static constexpr int kStages = kKeys == 32 ? 6 : kHeadGroups == 1 ? 4 : 3;
     static constexpr int kKeysPerWarp = kKeys / kValueWarps;   // that a value warp fetches
     static constexpr int kBlocksPerRound = 32 / kKeysPerWarp;   // that it finds at once, a lane a key
-    static_assert(kAhead <= kBlocksPerRound);
+    static_assert(kStages <= kBlocksPerRound);
     static constexpr int kCopiesPerKey = Record::kScalesAfterRows ? 2 : 1;
     static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
@@ -72,7 +73,7 @@ struct Config {
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = 512;   // 16 bytes a lane, see send_partial
-    // Specialized: what the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
+    // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; what has become of references. See shared_softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
     static constexpr int kQuantizedRows = Record::kNumScales;
@@ -98,8 +99,8 @@ struct Config {
     static constexpr int kWeightOffset = kMaskOffset + kStages * kKeys * 4;
     static_assert(kWeightOffset % 16 == 0);
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
-        std::max(kWeightOffset + (kSpecialized ? kStages * kWeightPlaceBytes : 0), kIncomingOffset + 45 * kUnitBytes);
-    static constexpr int kOwnStatsOffset = kRowExponentOffset + (kSpecialized ? 8 * 4 : 0);  // {reference, sum} per head
+        std::max(kWeightOffset + kStages * kWeightPlaceBytes, kIncomingOffset + 45 * kUnitBytes);
+    static constexpr int kOwnStatsOffset = kRowExponentOffset + 8 * 4;  // {reference, sum} per head
     static_assert(kOwnStatsOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
@@ -107,18 +108,16 @@ struct Config {
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
-    static constexpr int kTileFlagsOffset = kWeighedBarrierOffset + (kSpecialized ? 8 * kStages : 0);    // [warp], see zero_rows.cuh
+    static constexpr int kTileFlagsOffset = kWeighedBarrierOffset + 8 * kStages;    // [warp], see zero_rows.cuh
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp], of this CTA
     static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
     static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
     static constexpr int kSharedBytes = (kTokenOffset + 4 + 15) / 16 * 16;
-    static constexpr int kSharedBytesAlone = std::max(kSharedBytes, 115 * 1024);   // no second CTA of as many fits on an SM
-    static_assert(2 * (kSharedBytesAlone + 1024) > 228 * 1024);
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
-    static_assert(kUnits == 32 && kTiles <= kWarps);
+    static_assert(kUnits == 32 && kTiles * kHeadGroups <= kWarps);
     static_assert(!kSkipsZeros || kHeadGroups == 1);
-    static_assert(kCtasPerSm * (kSharedBytes + 1024) <= 228 * 1024);
+    static_assert(kSharedBytes <= 227 * 1024 && 2 * (kSharedBytes + 1024) > 228 * 1024);   // one CTA an SM
 };
 
 // Whether a part's last tile is RoPE (bf16, scale 1).

@@ -1,4 +1,4 @@
-// Keeps the ring filled: finds a CTA's keys and starts their copies, up to kAhead blocks before they are used.
+// Keeps the ring filled: finds a CTA's keys and starts their copies, as many blocks ahead as it has stages.
 //
 // A value warp finds its keys of kBlocksPerRound blocks at once: lane kKeysPerWarp * b + k the k-th of block b of the round.
 // While it copies a round's blocks, one after the other, the slots of the next round are on their way.
@@ -13,7 +13,7 @@ struct KeyFeeder {
     const SparseDecodeParams& p;
     const Ring<C> ring;
     const int rank, first_group;
-    const int block_of_round, key;   // of this lane
+    const int lane, block_of_round, key;   // of this lane
     IndexLists lists;
     SlotAddress first_slot;
     FoundKey<C> found;
@@ -22,9 +22,9 @@ struct KeyFeeder {
 
     // Addresses only: nothing that the kernel before may have written.
     __device__ __forceinline__ KeyFeeder(const SparseDecodeParams& params, uint32_t shared, const ClusterWork<C>& work, int cluster_rank,
-                                         int value_warp, int lane)
+                                         int value_warp, int lane_id)
         : p(params), ring{shared}, rank(cluster_rank), first_group(cluster_rank * params.groups_per_split),
-          block_of_round(lane / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane % C::kKeysPerWarp),
+          lane(lane_id), block_of_round(lane_id / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane_id % C::kKeysPerWarp),
           lists{ptx::opaque(index_list(params.source[0], work.batch, work.row)), ptx::opaque(index_list(params.source[1], work.batch, work.row)), 0, 0},
           first_slot(params, lists, place_in_round(0)) {
         first_slot.at = ptx::opaque(first_slot.at);
@@ -54,8 +54,7 @@ struct KeyFeeder {
             found.locate(p, lists, place_in_round(i), slot);
             load_next_slots(i + C::kBlocksPerRound);
         }
-        if (block_of_round == i % C::kBlocksPerRound) ring.copy(s, key, found);
-        __syncwarp();
+        ring.copy(s, key, i % C::kBlocksPerRound * C::kKeysPerWarp, found, lane);
     }
 
    private:

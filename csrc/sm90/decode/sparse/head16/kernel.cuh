@@ -3,14 +3,12 @@
 #pragma once
 #include "sm90/decode/sparse/head16/feeder.cuh"
 #include "sm90/decode/sparse/head16/merge.cuh"
-#include "sm90/decode/sparse/head16/own_softmax.cuh"
-#include "sm90/decode/sparse/head16/shared_softmax.cuh"
 
 namespace flash_mla::sm90::head16 {
 
 // Grid: x = splits * tokens, in clusters of `splits`; y = head tiles, and the zero row's (ClusterWork).
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm)
+__global__ void __launch_bounds__(C::kThreads, 1)
 sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(1024) char shared[];
     const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -25,9 +23,6 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const uint16_t* q_token = p.q + static_cast<uint64_t>(work.batch) * p.q_stride_b + static_cast<uint64_t>(work.row) * p.q_stride_s;
     const QueryRows q_rows = {ptx::opaque(q_token + static_cast<uint64_t>(work.first_head) * p.q_stride_h), p.q_stride_h,
                               work.heads, p.q_aligned16};
-    const LanePlaces<C> places(shared_address, lane);
-    const ScoreAddresses<C> score_at(shared_address, places, role.first_key, role.part, lane);
-    const ValueAddresses<C> value_at(shared_address, places, role, lane);
     if (threadIdx.x == 0) {
         feeder.ring.init_barriers();
         ptx::st_shared_u32(shared_address + C::kTokenOffset, token);
@@ -39,17 +34,16 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
     // Load: the first indices, the lengths, Q and the sinks side by side, then keys, as many blocks as the ring takes.
-    feeder.load_first(work.batch, role.values);
-    const bool is_rope_tile = C::Record::kRopeInV && warp == C::kTiles - 1;
+    feeder.load_first(work.batch, !role.scores);
     Query<C> q;
-    QueryTile<C> q_tile;
+    QueryTile<C> q_tile(warp);
     RowSearch<C> search(splits.rank, splits.count, warp);
     if (work.is_zero_row) {
         search.load(p, q_token, lane);
-        q_tile.clear(), q.clear_rope();
-    } else if (role.scores) {
-        q_tile.load(q_rows, warp, is_rope_tile, lane);
-        q.load_rope(q_rows, role.part, lane);
+        q.clear_rope();
+    } else {
+        if (q_tile.exists()) q_tile.load(q_rows, lane);
+        if (role.scores) q.load_rope(q_rows, role.part, lane);
     }
     // The sinks of the tile or, for the zero row, of all heads. By whole warps: a divergent branch would hold up the loads.
     const int sinks = work.is_zero_row ? p.h_q : work.heads;
@@ -58,44 +52,33 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const int blocks = feeder.blocks;
     // Fetching keys for a tile that is then skipped takes bandwidth from others.
     const bool copies_at_once = !C::kSkipsZeros || work.first_head < kLikelyHeads;
-    if (role.values) {
+    if (!role.scores) {
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<C::kValueRegisters>();
         feeder.locate_first();
         if (copies_at_once) feeder.copy(0, Stage());
     }
 
-    // What kind of tile it is, by the warps that have loaded it.
+    // What kind of tile it is, by the warps that have loaded it; then Q is converted.
     TileFlags tile_flags = {0};
-    if (role.scores) tile_flags = q_tile.examine(q_rows, is_rope_tile, lane);
+    if (q_tile.exists()) tile_flags = q_tile.examine(q_rows, lane);
     if constexpr (C::kSkipsZeros) {
         if (role.scores) tile_flags.bits |= q.rope_flags();
         if (work.is_zero_row) search.finish(p, q_token, shared_address, warp, lane);
     }
-    if (role.scores || C::kSkipsZeros) tile_flags.share<C>(shared_address, warp, lane);
+    if (role.scores || C::kAllShareFlags) tile_flags.share<C>(shared_address, warp, lane);
     if constexpr (C::kSkipsZeros) {
         if (!tile_flags.nonzero() && !work.is_zero_row) {   // skipped: all its CTAs, which have begun nothing but copies
             if (copies_at_once && blocks > 0) feeder.ring.wait(Stage());
             return;
         }
-        if (role.values && !copies_at_once) feeder.copy(0, Stage());
+        if (!role.scores && !copies_at_once) feeder.copy(0, Stage());
     }
+    if (q_tile.exists()) q_tile.store(shared, p.scale_log2, tile_flags.too_wide(), lane);
     if (static_cast<int>(threadIdx.x) < sinks) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink);
+    sync_query<C>(role.scores);
 
-    // What a warp does from here on, block by block, until it has sent its partial results. The last block's values wait for what
-    // comes in between.
-    PartialWeight<C> weight;
-    auto begin_scores = [&] { q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, role.part, warp, lane); };
-    auto begin_values = [&] {
-#pragma unroll
-        for (int i = 1; i < C::kAhead; ++i) feeder.copy(i, Stage::make<C>(i));
-        feeder.load_next_slots(C::kBlocksPerRound);
-    };
-    auto compute_block = [&](Stage stage, ScoreBuffer buffer) {
-        feeder.ring.wait(stage);
-        if (q.is_bf16) compute_scores<C, true>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
-        else compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
-        sync_score_warps<C>();   // the block's scores are there
-    };
-    // The softmax sums go round. When every warp of the cluster has weighed its last block, the scores' place is free to receive.
+    // The softmax sums go round. When every warp of the cluster is done with its last block's scores and weights, their place is
+    // free to receive.
     auto publish = [&](auto publish_sums) {
         ptx::barrier_cluster_wait();   // all CTAs have begun
         publish_sums();
@@ -103,71 +86,57 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         __syncthreads();
         ptx::barrier_cluster_arrive_relaxed();
     };
-    auto weigh_split = [&](auto above_own) {
+    PartialWeight<C> weight;
+    auto weigh_split = [&] {
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-        weight.load(role, shared_address, splits, lane, above_own);
+        weight.load(role, shared_address, splits, lane);
         ptx::barrier_cluster_wait();
     };
 
+    // Block by block.
     Stage stage;
-    ScoreBuffer buffer;
-    if constexpr (!C::kSpecialized) {
-        begin_scores();
-        begin_values();
-        Accumulator<C> acc;
-        WeightFragments<C> weights;
-        OwnSoftmax<C> softmax;
-        acc.clear(), softmax.clear();
-        Stage free_stage = Stage::make<C>(C::kAhead);
-        for (int i = 0; i < blocks; ++i) {
-            compute_block(stage, buffer);   // behind its barrier nobody needs the block before any more
-            softmax.weigh(weights, acc, value_at, buffer, role, i == 0, lane);
-            feeder.copy(i + C::kAhead, free_stage);
-            if (i + 1 == blocks) break;
-            acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, false);
-            free_stage = stage, stage = stage.next<C>(), buffer = buffer.other<C>();
-        }
-        publish([&] { softmax.publish(shared_address, splits, role, lane); });
-        if (blocks > 0) acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, false);
-        weigh_split([&](int n, float own) { return softmax.own.reference[n] - own; });
-        send_partial<C>(acc, weight, shared_address, splits, role.value_warp, lane);
-    } else if (role.scores) {
-        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_inc<160>();
-        begin_scores();
-        SharedSoftmax<C> softmax;
+    if (role.scores) {
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<C::kScoreRegisters>();
+        const ScoreAddresses<C> score_at(shared_address, role.first_key, role.part, lane);
+        q.load(shared, tile_flags.too_wide(), role.part, lane);
+        Softmax<C> softmax;
         softmax.clear();
+        ScoreBuffer buffer;
         for (int i = 0; i < blocks; ++i) {
-            compute_block(stage, buffer);
+            feeder.ring.wait(stage);
+            if (q.is_bf16) compute_scores<C, true>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            else compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            sync_score_warps<C>();   // the block's scores are there
             softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
             stage = stage.next<C>(), buffer = buffer.other<C>();
         }
         publish([&] { softmax.publish(shared_address, splits, warp, lane); });
-        weigh_split([](int, float) { return 0.f; });
-        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_dec<128>();
+        weigh_split();
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
-        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_dec<96>();
-        begin_values();
+#pragma unroll
+        for (int i = 1; i < C::kStages; ++i) feeder.copy(i, Stage::make<C>(i));
+        feeder.load_next_slots(C::kBlocksPerRound);
+        const uint32_t value_at = value_address(shared_address, role, lane);
         Accumulator<C> acc;
-        WeightFragments<C> weights;
         acc.clear();
-        bool wide = false;
         for (int i = 0; i < blocks; ++i) {
+            WeightFragments<C> weights;
             feeder.ring.wait(stage);
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
-            wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
-            if (i + 1 == blocks) break;
-            acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, wide);
+            const bool wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
+            const bool last = i + 1 == blocks;
+            if (last) publish([] {});
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide);
+            if (last) break;
             sync_value_warps<C>();   // nobody needs the block any more
-            feeder.copy(i + C::kAhead, stage);
+            feeder.copy(i + C::kStages, stage);
             stage = stage.next<C>();
         }
-        publish([] {});
-        if (blocks > 0) acc.multiply(weights, value_at.value + stage.rows, role.value_is_rope, wide);
-        weigh_split([&](int, float) {
-            return role.value_is_rope ? 0.f : ptx::ld_shared_f32(shared_address + C::kRowExponentOffset + 4 * role.value_scale_row);
-        });
+        if (blocks == 0) publish([] {});
+        weigh_split();
         send_partial<C>(acc, weight, shared_address, splits, role.value_warp, lane);
-        if constexpr (C::kHeadGroups == 2) ptx::setmaxnreg_inc<128>();
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<128>();
     }
 
     // Merge, and write.

@@ -6,16 +6,16 @@
 namespace flash_mla::sm90::head16 {
 
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
-cudaError_t max_splits(MaxSplits* splits) {
+cudaError_t max_splits(int* splits) {
     using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
-    return max_splits_on_device<&sparse_decode_kernel<C>, C::kThreads, C::kSharedBytes, C::kSharedBytesAlone>(splits);
+    return max_splits_on_device<&sparse_decode_kernel<C>, C::kThreads, C::kSharedBytes>(splits);
 }
 
 template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
-cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, bool alone, cudaStream_t stream) {
+cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
     using C = Config<Record, kHeadGroups, kKeys, kSkipsZeros>;
     const int tiles = static_cast<int>(tiles_of_token(C::kHeads, p.h_q));
-    return launch_clusters(&sparse_decode_kernel<C>, p, tokens, tiles, C::kThreads, alone ? C::kSharedBytesAlone : C::kSharedBytes, stream);
+    return launch_clusters(&sparse_decode_kernel<C>, p, tokens, tiles, C::kThreads, C::kSharedBytes, stream);
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -19,14 +19,13 @@ namespace flash_mla::sm90::head16 {
 template <class C>
 struct PartialWeight {
     float share[C::kHeadGroups][2];   // of this split in the softmax over all, over this split's sum, times 2^-bias
-    float power[C::kHeadGroups][2];   // 2^(the accumulator's reference - the sum's)
+    float power;                      // 2^(what the accumulators' reference is above the sum's: the exponent of the row's scales)
     float lse[C::kHeadGroups];        // of head g + 8 n over all splits, base 2; +inf without keys
 
-    // `above_own(n, own)`: how far the accumulators' reference of head g + 8 n is above `own`, that of the split's sum.
-    template <class AboveOwn>
-    __device__ __forceinline__ void load(const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane, AboveOwn above_own) {
+    __device__ __forceinline__ void load(const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
         const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
         const int g = lane / 4, t = lane % 4;
+        power = role.value_is_rope ? 1.f : ptx::ex2(ptx::ld_shared_f32(shared + C::kRowExponentOffset + 4 * role.value_scale_row));
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float all = lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * (8 * n + g), splits, t);
@@ -34,12 +33,10 @@ struct PartialWeight {
             const float2 own = ptx::ld_shared_f32x2(shared + C::kOwnStatsOffset + 8 * (8 * n + g));
             // 2^(own reference - all): the split's own sum cancels.
             const float to_all = own.y == 0.f ? -INFINITY : own.x - all;
-            const float to_own = own.y == 0.f ? 0.f : above_own(n, own.x);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {   // heads 2t and 2t + 1 are rows 8t and 8t + 4
                 const int from = 8 * t + 4 * i;
                 share[n][i] = __shfl_sync(0xffffffffu, unbias * ptx::ex2(to_all), from);
-                power[n][i] = ptx::ex2(__shfl_sync(0xffffffffu, to_own, from));
             }
         }
     }
@@ -58,7 +55,7 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Pa
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[n][i] = acc.out[u][n][i] * weight.share[n][i % 2] * weight.power[n][i % 2];
+            for (int i = 0; i < 4; ++i) v[n][i] = acc.out[u][n][i] * weight.share[n][i % 2] * weight.power;
         }
         float4 bytes = {v[0][0], v[0][1], v[0][2], v[0][3]};
         if constexpr (C::kHeadGroups == 2) {

@@ -7,6 +7,7 @@
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/config.h"
 #include "sm90/decode/sparse/keys.cuh"
 
@@ -54,27 +55,42 @@ struct Ring {
 #pragma unroll
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(shared + C::kStageBarrierOffset + 8 * i, C::kKeys * C::kCopiesPerKey);
-            if (C::kSpecialized) ptx::mbarrier_init(shared + C::kWeighedBarrierOffset + 8 * i, 32 * C::kScoreWarps);
+            ptx::mbarrier_init(shared + C::kWeighedBarrierOffset + 8 * i, 32 * C::kScoreWarps);
         }
     }
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
 
-    // By the lane that has found the key: its row, its scales, and its mask, which makes the score of what is no key -inf. The row
-    // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
-    __device__ __forceinline__ void copy(Stage s, int key, const FoundKey<C>& found) const {
+    // Block by a warp whose lanes first_lane, ... have found its keys, `key` the lane's: rows, scales, and masks, which make the
+    // score of what is no key -inf. The row of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has
+    // no effect.
+    __device__ __forceinline__ void copy(Stage s, int key, int first_lane, const FoundKey<C>& found, int lane) const {
         const uint32_t to = row(s, key), at = barrier(s);
-        const bool valid = found.row != nullptr;
-        if constexpr (Record::kScalesAfterRows) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
-        if (valid) {
-            ptx::cp_async_bulk(to, found.row, kRowBytes, at);
-        } else {
-#pragma unroll 1
-            for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
-            ptx::fence_proxy_async();   // the next block of this stage may bring a key
+        const bool own = static_cast<uint32_t>(lane - first_lane) < C::kKeysPerWarp, valid = found.row != nullptr;
+        if (Record::kScalesAfterRows && own) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
+        // By one thread, as a bulk copy takes its operands from uniform registers: lanes would wait for each other.
+        const uint32_t valid_lanes = __ballot_sync(0xffffffffu, valid) >> first_lane, first_row = __shfl_sync(0xffffffffu, to, first_lane);
+        const uint8_t* from[C::kKeysPerWarp];
+#pragma unroll
+        for (int k = 0; k < C::kKeysPerWarp; ++k) {
+            from[k] = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(found.row), first_lane + k));
         }
-        if constexpr (Record::kScalesAfterRows) ptx::cp_async_mbarrier_arrive(at);
-        ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
-        ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (int k = 0; k < C::kKeysPerWarp; ++k) {
+                if (valid_lanes >> k & 1) ptx::cp_async_bulk(first_row + k * C::kRowPitch, from[k], kRowBytes, at);
+            }
+        }
+        if (own) {
+            if (!valid) {
+#pragma unroll 1
+                for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
+                ptx::fence_proxy_async();   // the next block of this stage may bring a key
+            }
+            if constexpr (Record::kScalesAfterRows) ptx::cp_async_mbarrier_arrive(at);
+            ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
+            ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
+        }
+        __syncwarp();
     }
 };
 

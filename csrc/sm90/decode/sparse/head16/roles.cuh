@@ -25,35 +25,33 @@ struct ClusterWork {
 
 template <class C>
 struct WarpRole {
-    bool scores, values;
+    bool scores;   // or values
     // Scores: some dims (a part) of some keys of a block.
     int part, first_key;
     // Values: all keys, some dims, which have one scale per key.
     int value_warp, value_scale_row;
     bool value_is_rope;
-    // One warp keeps the softmax sums, the others only need their own reference: V4's first one with RoPE. (Not specialized.)
-    bool keeps_sum;
 
     __device__ __forceinline__ explicit WarpRole(uint32_t warp) {
         constexpr uint32_t kWarpsPerPart = C::kScoreWarps / C::kDimParts;
-        constexpr uint32_t kSumWarp = C::Record::kRopeInV ? C::Record::kNopeDims / C::kValueDims : 0;
-        scores = warp < C::kScoreWarps, values = !C::kSpecialized || !scores;
+        scores = warp < C::kScoreWarps;
         part = warp % C::kScoreWarps / kWarpsPerPart, first_key = warp % kWarpsPerPart * (8 * C::kOctets);
         value_warp = warp % C::kValueWarps, value_scale_row = value_warp * C::kValueDims / (kTileDims * C::kTilesPerScale);
         value_is_rope = C::Record::kRopeInV && value_scale_row == C::kScaleRows - 1;
-        keeps_sum = warp == kSumWarp;
     }
 };
 
-// A barrier of the score warps.
+// Barriers of a part of the CTA.
 template <class C>
-__device__ __forceinline__ void sync_score_warps() {
-    if constexpr (C::kSpecialized) ptx::barrier_sync(1, 32 * C::kScoreWarps);
-    else __syncthreads();
-}
-
-// The score and value warps are different ones: a barrier of the latter.
+__device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(1, 32 * C::kScoreWarps); }
 template <class C>
 __device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(2, 32 * C::kValueWarps); }
+
+// Q has been converted: the score warps wait for all warps that take part.
+template <class C>
+__device__ __forceinline__ void sync_query(bool waits) {
+    if (waits) ptx::barrier_sync(3, C::kAllConvert ? C::kThreads : 32 * C::kScoreWarps);
+    else if (C::kAllConvert) ptx::barrier_arrive(3, C::kThreads);
+}
 
 }  // namespace flash_mla::sm90::head16

@@ -10,16 +10,6 @@
 
 namespace flash_mla::sm90::head16 {
 
-// A lane's places in arrays by column of a block, in shared memory: columns 2t and 2t + 1 of the first row, and of row g
-// of the scores. The rest of an address is the same for the whole warp and costs no register.
-template <class C>
-struct LanePlaces {
-    uint32_t pair, score;
-    __device__ __forceinline__ LanePlaces(uint32_t shared, int lane)
-        : pair(ptx::opaque(shared + 8 * (lane % 4))),
-          score(ptx::opaque(shared + 4 * (lane / 4 * C::kScoreStride) + 8 * (lane % 4))) {}
-};
-
 // Where a lane reads and writes while it computes scores: addresses in shared memory, of stage or buffer 0 and octet 0.
 template <class C>
 struct ScoreAddresses {
@@ -32,8 +22,11 @@ struct ScoreAddresses {
     uint32_t mask;          // columns 2t and 2t + 1
     uint32_t score;         // head g, columns 2t and 2t + 1, of the part
 
-    __device__ __forceinline__ ScoreAddresses(uint32_t shared, LanePlaces<C> places, int warp_key, int part, int lane) {
+    __device__ __forceinline__ ScoreAddresses(uint32_t shared, int warp_key, int part, int lane) {
         const int g = lane / 4, t = lane % 4;
+        // Columns 2t and 2t + 1 of the first row of an array, and of row g of the scores. The rest of an address is the same for
+        // the whole warp and costs no register.
+        const uint32_t pair = ptx::opaque(shared + 8 * t), score_pair = ptx::opaque(shared + 4 * g * C::kScoreStride + 8 * t);
         const uint32_t row = shared + C::kRingOffset + (warp_key + row_of_column(g)) * C::kRowPitch;
         key = ptx::opaque(row + part * (C::kTilesPerPart * kTileDims) + 16 * t);
         // From `key` by what the lanes of a warp have in common, where that is possible: no register.
@@ -41,9 +34,9 @@ struct ScoreAddresses {
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
         scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
         scale_store = shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
-        scale_load = places.pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
-        mask = places.pair + (C::kMaskOffset + 4 * warp_key);
-        score = places.score + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
+        scale_load = pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
+        mask = pair + (C::kMaskOffset + 4 * warp_key);
+        score = score_pair + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
     }
 };
 
@@ -107,7 +100,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 
     // What this lane reads of the block, ahead of its use: all of it first, since what follows is long, or, where registers are
     // short, a tile ahead.
-    constexpr int kTilesAhead = C::kHeadGroups == 1 ? C::kTilesPerPart : 2;
+    constexpr int kTilesAhead = C::kOctets == 1 ? C::kTilesPerPart : 2;
     uint4 keys[C::kOctets][C::kTilesPerPart], more[C::kOctets];
     uint32_t scales[C::kOctets];
     auto load_tile = [&](int j) {

@@ -1,9 +1,11 @@
-// Scores to the weights of V: an online softmax whose reference moves only when it must. Which warp computes which weights, there
-// are two ways: own_softmax.cuh and shared_softmax.cuh.
+// Scores to the weights of V: an online softmax whose reference moves only when it must. Behind a block's scores each score warp
+// works out the weights of its own heads and the factors of a row of V's scales, and hands them over. A value warp multiplies the
+// weights by the factors of its own dims of V.
 #pragma once
 #include <cfloat>
 
 #include "ptx/convert.cuh"
+#include "ptx/packed.cuh"
 #include "ptx/quad.cuh"
 #include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"
@@ -29,62 +31,184 @@ constexpr float power_of_two(float exponent) {
     return r;
 }
 
-// Scores of one block in the layout of B fragments: for head g + 8 n the columns 16 ks + {2t, 2t+1, 2t+8, 2t+9}.
-template <class C>
-using ScoreFragment = float[C::kKeyGroups][4];
-template <class C>
-using ScoreFragments = ScoreFragment<C>[C::kHeadGroups];
+// The factor of V's scale is 2^(its exponent - the largest one of the CTA's keys so far). Where exponents have been further apart
+// than this, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From
+// then on the row's weights are bf16, and so are its values.
+inline constexpr float kScaleSpread = 8.f;
 
-// Sums the dim parts. `at`: head g, columns 2t and 2t + 1, of part 0.
-template <class C>
-__device__ __forceinline__ void read_scores(ScoreFragments<C>& s, uint32_t at) {
-#pragma unroll
-    for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-        for (int ks = 0; ks < C::kKeyGroups; ++ks) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t pair = at + 4 * (8 * n * C::kScoreStride + kKeysPerGroup * ks + 8 * half);
-                float2 sum = ptx::ld_shared_f32x2(pair);
-#pragma unroll
-                for (int part = 1; part < C::kDimParts; ++part) {
-                    const float2 x = ptx::ld_shared_f32x2(pair + 4 * part * C::kHeads * C::kScoreStride);
-                    sum.x += x.x, sum.y += x.y;
-                }
-                s[n][ks][2 * half] = sum.x, s[n][ks][2 * half + 1] = sum.y;
-            }
-        }
-    }
+// Where column c of 32 lies among B fragments of two k steps: lane (g, t) reads 16 bytes, of columns 2t, 2t + 1, 2t + 8,
+// 2t + 9 of either step. Column g of a fragment is a head, or has the same factors as the others.
+__device__ __forceinline__ int fragment_place(int column) {
+    return column % 8 / 2 * 16 + column / 16 * 8 + column / 8 % 2 * 4 + column % 2 * 2;
 }
 
-// Combines every score with its key's entry of an array; `at`: that of column 2t.
-template <class C, class Op>
-__device__ __forceinline__ void apply_per_key(ScoreFragments<C>& s, uint32_t at, Op op) {
+// What a score warp and the value warps share of a block.
+template <class C>
+__device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
+    return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
+}
+
+// The value warps have accumulated in units of 2^(a head's reference + the largest exponent of a row of scales). If these move,
+// they multiply by 2^(old - new).
+
+// A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Lane l has columns l, l + 32, ... of a block.
+template <class C>
+struct Softmax {
+    static constexpr int kColumns = C::kKeys / 32;
+    float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
+    float exponent, least;                              // the row's largest; the least of those that the lane has seen
+
+    // A finite start in place of -inf spares every (-inf) - (-inf).
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+        for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
+        exponent = -FLT_MAX, least = FLT_MAX;
+    }
+
+    // Behind a barrier of the score warps, behind the block's scores.
+    __device__ __forceinline__ void hand_over(uint32_t shared, Stage stage, ScoreBuffer buffer, bool first, int warp, int lane) {
+        const uint32_t place = weight_place<C>(shared, stage);
+        // Before the first block there is nothing to rescale.
+        bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
+        const int row = C::kScoreWarps - 1 - warp;
+        if (row < C::kQuantizedRows) updates |= prepare_factors(shared, place, stage, buffer, first, row, lane);
+        if (lane == 0) ptx::st_shared_u32(place + C::kUpdateFlagsOffset + 4 * warp, updates);
+        ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
+    }
+
+    // {reference, sum} of every own head, for sum * 2^reference, and the row's exponent, to the CTA, seen after its next barrier, and
+    // the log-sum-exp to every CTA of the cluster. Rows without a key keep sum = 0.
+    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
+        const int row = C::kScoreWarps - 1 - warp;
+        if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float2 x = ptx::ld_shared_f32x2(at + 4 * (kKeysPerGroup * ks + 8 * half));
+        for (int i = 0; i < C::kOwnHeads; ++i) {
+            const int head = warp + i * C::kScoreWarps;
+            const float total = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
+            const float own = total == 0.f ? -FLT_MAX : reference[i];
+            const float lse = total == 0.f ? -INFINITY : own + ptx::lg2(total);
+            if (lane == 0) ptx::st_shared_f32x2(shared + C::kOwnStatsOffset + 8 * head, {own, total});
+            send_lse<C>(lse, head, shared, splits, lane, 32);
+        }
+    }
+
+   private:
+    // Returns whether a reference has moved.
+    __device__ __forceinline__ bool weigh_heads(uint32_t shared, uint32_t place, ScoreBuffer buffer, int warp, int lane) {
+        float s[C::kOwnHeads][kColumns], largest[C::kOwnHeads];
+        const uint32_t from = shared + C::kScoreOffset + buffer.score + 4 * (warp * C::kScoreStride + lane);
+#pragma unroll
+        for (int i = 0; i < C::kOwnHeads; ++i) {
+            largest[i] = -FLT_MAX;
+#pragma unroll
+            for (int k = 0; k < kColumns; ++k) {
+                const uint32_t at = from + 4 * i * C::kScoreWarps * C::kScoreStride + 128 * k;
+                s[i][k] = ptx::ld_shared_f32(at);
+#pragma unroll
+                for (int part = 1; part < C::kDimParts; ++part) s[i][k] += ptx::ld_shared_f32(at + 4 * part * C::kHeads * C::kScoreStride);
+                largest[i] = fmaxf(largest[i], s[i][k]);
+            }
+        }
+        bool moved = false;
+        const uint32_t to = place + warp * 64 + fragment_place(lane);
+#pragma unroll
+        for (int i = 0; i < C::kOwnHeads; ++i) {
+            largest[i] = ptx::warp_max(largest[i]);
+            float rescale = 1.f;
+            if (largest[i] > reference[i] + kSlack) {
+                rescale = ptx::ex2_ftz(reference[i] - largest[i]);
+                reference[i] = largest[i], sum[i] *= rescale;
+                moved = true;
+            }
+            if (lane == 0) ptx::st_shared_f32(place + C::kHeadRescaleOffset + 4 * (warp + i * C::kScoreWarps), rescale);
+            const float shift = kBias - reference[i];
+#pragma unroll
+            for (int k = 0; k < kColumns; ++k) {
+                const float weight = ptx::ex2_ftz(s[i][k] + shift);
+                sum[i] += weight;
+                ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k, ptx::cvt_f16x2_f32(weight, 0.f));
+                ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k + C::kWeightBytes, ptx::cvt_bf16x2_f32(weight * power_of_two(kRopeBias - kBias), 0.f));
+            }
+        }
+        return moved;
+    }
+
+    // Returns whether the row's update matters.
+    __device__ __forceinline__ bool prepare_factors(uint32_t shared, uint32_t place, Stage stage, ScoreBuffer buffer, bool first, int row, int lane) {
+        const uint32_t from = shared + C::kScaleArraysOffset + C::kScaleArrayBytes + buffer.scale + 4 * (row * C::kScaleStride + lane);
+        float e[kColumns], mantissa[kColumns], largest = exponent;
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+            const float mask = ptx::ld_shared_f32(shared + C::kMaskOffset + stage.mask + 4 * (lane + 32 * k));   // -inf for what is no key
+            e[k] = ptx::ld_shared_f32(from + 128 * k) + mask;
+            mantissa[k] = C::kHasMantissa ? ptx::ld_shared_f32(from + 128 * k + C::kScaleArrayBytes) : 1.f;
+            if (mantissa[k] == 0.f) e[k] = -INFINITY;   // no matter what
+            largest = fmaxf(largest, e[k]);
+            if (e[k] != -INFINITY) least = fminf(least, e[k]);
+        }
+        const float previous = exponent;
+        exponent = ptx::warp_max(largest);
+        const bool wide = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
+        const uint32_t to = place + C::kFactorOffset + row * (kColumns * 64) + fragment_place(lane);
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+            if (wide) {   // in the same units, though weights in bf16 are less
+                const float factor = ptx::ex2_ftz(e[k] - exponent) * (power_of_two(kBias - kRopeBias) * mantissa[k]);
+                ptx::st_shared_u16(to + 64 * k, ptx::cvt_bf16x2_f32(factor, 0.f));
+            } else {
+                ptx::st_shared_u16(to + 64 * k, ptx::cvt_f16x2_f32(ptx::ex2_ftz(e[k] - exponent) * mantissa[k], 0.f));
+            }
+        }
+        if (lane == 0) ptx::st_shared_f32x2(place + C::kRowUpdateOffset + 8 * row, {ptx::ex2_ftz(previous - exponent), wide ? 1.f : 0.f});
+        return (!first && exponent != previous) || wide;
+    }
+};
+
+// By a value warp, when the block has been weighed: its weights, times the factors of its own dims. What it has accumulated is
+// rescaled where need be. Returns whether the weights are bf16 though its values are e4m3.
+template <class C>
+__device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<C>& acc, uint32_t place, const WarpRole<C>& role, int lane) {
+    constexpr int kPairs = C::kKeyGroups / 2;
+    static_assert(C::kScoreWarps == 8);
+    const uint4 flags0 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset), flags1 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset + 16);
+    bool wide = false;
+    if ((flags0.x | flags0.y | flags0.z | flags0.w | flags1.x | flags1.y | flags1.z | flags1.w) != 0) {
+        float2 row = {1.f, 0.f};
+        if (!role.value_is_rope) row = ptx::ld_shared_f32x2(place + C::kRowUpdateOffset + 8 * role.value_scale_row);
+        wide = row.y != 0.f;
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {   // heads 2t and 2t + 1
+            const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));
+            acc.rescale(n, row.x * head.x, row.x * head.y);
+        }
+    }
+    auto take = [&](uint32_t weights, auto multiply) {
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
-                s[n][ks][2 * half] = op(s[n][ks][2 * half], x.x), s[n][ks][2 * half + 1] = op(s[n][ks][2 * half + 1], x.y);
+                const uint4 x = multiply(pair, ptx::ld_shared_v4(weights + 16 * lane + 512 * (kPairs * n + pair)));
+                w[2 * pair][n][0] = x.x, w[2 * pair][n][1] = x.y, w[2 * pair + 1][n][0] = x.z, w[2 * pair + 1][n][1] = x.w;
             }
         }
+    };
+    if (role.value_is_rope) {
+        take(place + C::kWeightBytes, [](int, uint4 x) { return x; });
+        return false;
     }
-}
-
-// Over the block's keys that this lane holds, and over all of them: the lanes of a quad hold the same heads.
-template <class C>
-__device__ __forceinline__ float lane_max(const ScoreFragment<C>& s) {
-    float m[C::kKeyGroups];   // a tree, not a chain
+    uint4 f[kPairs];
 #pragma unroll
-    for (int ks = 0; ks < C::kKeyGroups; ++ks) m[ks] = fmaxf(fmaxf(s[ks][0], s[ks][1]), fmaxf(s[ks][2], s[ks][3]));
-#pragma unroll
-    for (int step = 1; step < C::kKeyGroups; step *= 2) {
-#pragma unroll
-        for (int ks = 0; ks + step < C::kKeyGroups; ks += 2 * step) m[ks] = fmaxf(m[ks], m[ks + step]);
+    for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairs * 64) + 64 * pair + 16 * (lane % 4));
+    if (wide) {
+        take(place + C::kWeightBytes, [&](int pair, uint4 x) {
+            return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));
+        });
+    } else {
+        take(place, [&](int pair, uint4 x) {
+            return make_uint4(ptx::mul_f16x2(x.x, f[pair].x), ptx::mul_f16x2(x.y, f[pair].y), ptx::mul_f16x2(x.z, f[pair].z), ptx::mul_f16x2(x.w, f[pair].w));
+        });
     }
-    return m[0];
+    return wide;
 }
 
 }  // namespace flash_mla::sm90::head16

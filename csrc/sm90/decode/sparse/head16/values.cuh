@@ -37,7 +37,7 @@ struct Accumulator {
     // `value_at`: this lane's row, for ldmatrix, of the warp's first dims.
     __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool wide) {
         if (is_rope) multiply_bf16(w, value_at);
-        else if (C::kSpecialized && wide) multiply_e4m3<true>(w, value_at);
+        else if (wide) multiply_e4m3<true>(w, value_at);
         else multiply_e4m3<false>(w, value_at);
     }
 
@@ -85,20 +85,12 @@ struct Accumulator {
     }
 };
 
-// Where a lane reads while it accumulates: addresses in shared memory, of stage or buffer 0.
+// Where a lane reads a block of stage 0: its row of the first matrix for ldmatrix.
 template <class C>
-struct ValueAddresses {
-    uint32_t value;      // its row of the first matrix for ldmatrix
-    uint32_t score;      // head g, columns 2t and 2t + 1, of part 0
-    uint32_t exponent;   // of the warp's scale row, column 2t; V3.2: the mantissas are one array further
-
-    __device__ __forceinline__ ValueAddresses(uint32_t shared, LanePlaces<C> places, const WarpRole<C>& role, int lane) {
-        const int matrix = lane / 8, row = row_of_column(lane % 8 + 8 * (matrix / 2));
-        const int first = role.value_is_rope ? C::Record::kRopeOffset : role.value_warp * C::kValueDims;
-        value = ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2));
-        score = places.score + C::kScoreOffset;
-        exponent = places.pair + (C::kScaleArraysOffset + C::kScaleArrayBytes + 4 * role.value_scale_row * C::kScaleStride);
-    }
-};
+__device__ __forceinline__ uint32_t value_address(uint32_t shared, const WarpRole<C>& role, int lane) {
+    const int matrix = lane / 8, row = row_of_column(lane % 8 + 8 * (matrix / 2));
+    const int first = role.value_is_rope ? C::Record::kRopeOffset : role.value_warp * C::kValueDims;
+    return ptx::opaque(shared + C::kRingOffset + row * C::kRowPitch + first + 16 * (matrix % 2));
+}
 
 }  // namespace flash_mla::sm90::head16

@@ -6,13 +6,13 @@
 
 namespace flash_mla::sm90::head64 {
 
-// The largest numbers of splits (CTAs of a cluster) up to kMaxSplits that fit the current device at all.
+// The largest number of splits (CTAs of a cluster) up to kMaxSplits that fits the current device at all.
 template <class Record>
-cudaError_t max_splits(MaxSplits* splits);
+cudaError_t max_splits(int* splits);
 
 // Launches one cluster of p.splits CTAs per token and tile of 64 heads, on the current device, which max_splits has been
-// asked about before. CTAs are always alone on their SM.
+// asked about before.
 template <class Record>
-cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, bool alone, cudaStream_t stream);
+cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream);
 
 }  // namespace flash_mla::sm90::head64

@@ -30,8 +30,6 @@ struct Config {
     // With much of Q and many keys in their hands, score warps take registers over from the value warps.
     static constexpr bool kMovesRegisters = kHeadGroups == 2 || kKeys == 64;
     static constexpr int kScoreRegisters = 160, kValueRegisters = 96;
-    // Value warps help to convert the Q of 16 rows; where tiles are skipped, they have to know.
-    static constexpr bool kAllConvert = kHeadGroups == 2, kAllShareFlags = kAllConvert || kSkipsZeros;
 
     // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
     static constexpr int kDimParts = 2;
@@ -57,10 +55,10 @@ struct Config {
     // A ring of blocks of keys as they are in the cache: a row of 16-byte chunks per key, V4's scales behind it. An odd
     // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups. Each stage has a barrier that
     // completes when its rows have come.
-    static constexpr int kStages = kKeys == 32 ? 6 : kHeadGroups == 1 ? 4 : 3;
+    static constexpr int kStages = kKeys == 32 ? 6 : VAR_INTERLEAVE && kHeadGroups == 1 && Record::kRopeInV ? 5 : 4;
     static constexpr int kKeysPerWarp = kKeys / kValueWarps;   // that a value warp fetches
     static constexpr int kBlocksPerRound = 32 / kKeysPerWarp;   // that it finds at once, a lane a key
-    static_assert(kStages <= kBlocksPerRound);
+    static_assert(kStages - VAR_INTERLEAVE <= kBlocksPerRound);
     static constexpr int kCopiesPerKey = Record::kScalesAfterRows ? 2 : 1;
     static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
@@ -92,14 +90,14 @@ struct Config {
     static constexpr int kRingOffset = 0;
     static constexpr int kScoreOffset = kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
-    static constexpr int kQueryOffset = kScoreOffset + 2 * kScoreBytes;
-    static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
-    static constexpr int kScaleArraysOffset = kUnscaleOffset + kUnscaleBytes;
+    static constexpr int kScaleArraysOffset = kScoreOffset + 2 * kScoreBytes;
     static constexpr int kMaskOffset = kScaleArraysOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
     static constexpr int kWeightOffset = kMaskOffset + kStages * kKeys * 4;
     static_assert(kWeightOffset % 16 == 0);
+    static constexpr int kQueryOffset = kWeightOffset;   // in the beginning
+    static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
-        std::max(kWeightOffset + kStages * kWeightPlaceBytes, kIncomingOffset + 45 * kUnitBytes);
+        std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kIncomingOffset + 45 * kUnitBytes});
     static constexpr int kOwnStatsOffset = kRowExponentOffset + 8 * 4;  // {reference, sum} per head
     static_assert(kOwnStatsOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
@@ -108,7 +106,8 @@ struct Config {
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
-    static constexpr int kTileFlagsOffset = kWeighedBarrierOffset + 8 * kStages;    // [warp], see zero_rows.cuh
+    static constexpr int kFreeBarrierOffset = kWeighedBarrierOffset + 8 * kStages;    // [stage]
+    static constexpr int kTileFlagsOffset = kFreeBarrierOffset + 8 * kStages;     // [warp], see zero_rows.cuh
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp], of this CTA
     static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
     static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;

@@ -30,20 +30,24 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     }
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
+    if constexpr (C::kMovesRegisters) {
+        if (!role.scores) ptx::setmaxnreg_dec<C::kValueRegisters>();
+    }
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
     // Load: the first indices, the lengths, Q and the sinks side by side, then keys, as many blocks as the ring takes.
     feeder.load_first(work.batch, !role.scores);
     Query<C> q;
-    QueryTile<C> q_tile(warp);
+    QueryTile<C> q_tile;
+    const bool is_rope_tile = C::Record::kRopeInV && warp == C::kTiles - 1;
     RowSearch<C> search(splits.rank, splits.count, warp);
     if (work.is_zero_row) {
         search.load(p, q_token, lane);
-        q.clear_rope();
-    } else {
-        if (q_tile.exists()) q_tile.load(q_rows, lane);
-        if (role.scores) q.load_rope(q_rows, role.part, lane);
+        q_tile.clear(), q.clear_rope();
+    } else if (role.scores) {
+        q_tile.load(q_rows, warp, is_rope_tile, lane);
+        q.load_rope(q_rows, role.part, lane);
     }
     // The sinks of the tile or, for the zero row, of all heads. By whole warps: a divergent branch would hold up the loads.
     const int sinks = work.is_zero_row ? p.h_q : work.heads;
@@ -53,19 +57,18 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Fetching keys for a tile that is then skipped takes bandwidth from others.
     const bool copies_at_once = !C::kSkipsZeros || work.first_head < kLikelyHeads;
     if (!role.scores) {
-        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<C::kValueRegisters>();
         feeder.locate_first();
         if (copies_at_once) feeder.copy(0, Stage());
     }
 
     // What kind of tile it is, by the warps that have loaded it; then Q is converted.
     TileFlags tile_flags = {0};
-    if (q_tile.exists()) tile_flags = q_tile.examine(q_rows, lane);
+    if (role.scores) tile_flags = q_tile.examine(q_rows, is_rope_tile, lane);
     if constexpr (C::kSkipsZeros) {
         if (role.scores) tile_flags.bits |= q.rope_flags();
         if (work.is_zero_row) search.finish(p, q_token, shared_address, warp, lane);
     }
-    if (role.scores || C::kAllShareFlags) tile_flags.share<C>(shared_address, warp, lane);
+    if (role.scores || C::kSkipsZeros) tile_flags.share<C>(shared_address, warp, lane);
     if constexpr (C::kSkipsZeros) {
         if (!tile_flags.nonzero() && !work.is_zero_row) {   // skipped: all its CTAs, which have begun nothing but copies
             if (copies_at_once && blocks > 0) feeder.ring.wait(Stage());
@@ -73,9 +76,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         }
         if (!role.scores && !copies_at_once) feeder.copy(0, Stage());
     }
-    if (q_tile.exists()) q_tile.store(shared, p.scale_log2, tile_flags.too_wide(), lane);
     if (static_cast<int>(threadIdx.x) < sinks) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink);
-    sync_query<C>(role.scores);
 
     // The softmax sums go round. When every warp of the cluster is done with its last block's scores and weights, their place is
     // free to receive.
@@ -98,7 +99,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     if (role.scores) {
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<C::kScoreRegisters>();
         const ScoreAddresses<C> score_at(shared_address, role.first_key, role.part, lane);
-        q.load(shared, tile_flags.too_wide(), role.part, lane);
+        q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, role.part, warp, lane);
         Softmax<C> softmax;
         softmax.clear();
         ScoreBuffer buffer;
@@ -115,11 +116,12 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
 #pragma unroll
-        for (int i = 1; i < C::kStages; ++i) feeder.copy(i, Stage::make<C>(i));
+        for (int i = 1; i < C::kStages - VAR_INTERLEAVE; ++i) feeder.copy(i, Stage::make<C>(i));
         feeder.load_next_slots(C::kBlocksPerRound);
         const uint32_t value_at = value_address(shared_address, role, lane);
         Accumulator<C> acc;
         acc.clear();
+        Stage last_stage = Stage::make<C>(C::kStages - 1);
         for (int i = 0; i < blocks; ++i) {
             WeightFragments<C> weights;
             feeder.ring.wait(stage);
@@ -127,11 +129,25 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             const bool wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
             const bool last = i + 1 == blocks;
             if (last) publish([] {});
-            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide);
+#if VAR_INTERLEAVE
+            RowCopies<C> copies;
+            if (i - 1 + C::kStages < blocks) {   // into the stage of the block before
+                if (i > 0) feeder.ring.wait_until_free(last_stage);
+                copies = feeder.begin(i - 1 + C::kStages, last_stage);
+            }
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide, [&](int k) { copies.copy(k); });
             if (last) break;
-            sync_value_warps<C>();   // nobody needs the block any more
-            feeder.copy(i + C::kStages, stage);
-            stage = stage.next<C>();
+            feeder.ring.release(stage);
+#else
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide, [&](int k) {});
+            if (last) break;
+            feeder.ring.release(stage);
+            if (i + C::kStages < blocks) {
+                feeder.ring.wait_until_free(stage);
+                feeder.copy(i + C::kStages, stage);
+            }
+#endif
+            last_stage = stage, stage = stage.next<C>();
         }
         if (blocks == 0) publish([] {});
         weigh_split();

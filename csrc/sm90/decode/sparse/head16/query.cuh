@@ -37,78 +37,90 @@ struct TileFlags {
     static constexpr uint32_t kTooWide = 1, kNonzero = 2;
     uint32_t bits;
 
-    // Of the warps that need to know (C::kAllShareFlags). A barrier of theirs.
+    // Of the score warps, which have loaded the tile. Where tiles may be skipped a barrier of the CTA, of all its warps, else one of
+    // the score warps.
     template <class C>
     __device__ __forceinline__ void share(uint32_t shared, int warp, int lane) {
         bits = __reduce_or_sync(0xffffffffu, bits);
-        if (lane == 0) ptx::st_shared_u32(shared + C::kTileFlagsOffset + 4 * warp, bits);
-        if constexpr (C::kAllShareFlags) __syncthreads();
+        if (lane == 0 && warp < C::kScoreWarps) ptx::st_shared_u32(shared + C::kTileFlagsOffset + 4 * warp, bits);
+        if constexpr (C::kSkipsZeros) __syncthreads();
         else sync_score_warps<C>();
-        constexpr int kSharers = C::kAllShareFlags ? C::kWarps : C::kScoreWarps;
-        bits = __reduce_or_sync(0xffffffffu, lane < kSharers ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
+        bits = __reduce_or_sync(0xffffffffu, lane < C::kScoreWarps ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
     }
     __device__ __forceinline__ bool too_wide() const { return bits & kTooWide; }
     __device__ __forceinline__ bool nonzero() const { return bits & kNonzero; }
 };
 
-// 8 heads of one tile of Q on their way from global memory to shared memory, in the hands of one warp.
+// One tile of Q on its way from global memory to shared memory, in the hands of one warp.
 template <class C>
 struct QueryTile {
-    int tile, group;     // 64 dims, 8 heads
-    uint32_t words[8];   // pairs of dims
-    int exponent;        // of the largest magnitude of the head's 64 dims
+    uint32_t words[C::kHeadGroups][8];   // pairs of dims
+    int exponent[C::kHeadGroups];        // of the largest magnitude of the head's 64 dims
 
-    __device__ __forceinline__ explicit QueryTile(int warp) : tile(warp % C::kTiles), group(warp / C::kTiles), words{}, exponent(0) {}
-    __device__ __forceinline__ bool exists() const { return group < C::kHeadGroups; }   // there may be more warps
-    __device__ __forceinline__ bool is_rope() const { return C::Record::kRopeInV && tile == C::kTiles - 1; }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) words[n][i] = 0;
+        }
+    }
 
-    __device__ __forceinline__ void load(const QueryRows& rows, int lane) {
-        const int head = 8 * group + lane / 4, t = lane % 4;
-        const int first = tile * kTileDims + (is_rope() ? 8 : 16) * t, second = first + (is_rope() ? 32 : 8);
+    __device__ __forceinline__ void load(const QueryRows& rows, int tile, bool is_rope, int lane) {
+        const int g = lane / 4, t = lane % 4;
+        const int first = tile * kTileDims + (is_rope ? 8 : 16) * t, second = first + (is_rope ? 32 : 8);
         with_alignment(rows.aligned16, [&](auto aligned) {
-            load_bf16<4, aligned.value>(words, rows.row(head) + first);
-            load_bf16<4, aligned.value>(words + 4, rows.row(head) + second);
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) {
+                load_bf16<4, aligned.value>(words[n], rows.row(8 * n + g) + first);
+                load_bf16<4, aligned.value>(words[n] + 4, rows.row(8 * n + g) + second);
+            }
         });
     }
 
     // Before anything else. Too wide: some head spans more than f16 can hold. Positive bf16 order like integers; for the
     // least, zeros become 0xffff and the others their magnitude minus 1.
-    __device__ __forceinline__ TileFlags examine(const QueryRows& rows, int lane) {
+    __device__ __forceinline__ TileFlags examine(const QueryRows& rows, bool is_rope, int lane) {
+        const int g = lane / 4;
         TileFlags flags = {0};
-        uint32_t largest = 0, least = 0xffffffffu;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (!rows.exists(8 * group + lane / 4)) words[i] = 0;
-            const uint32_t magnitudes = words[i] & 0x7fff7fffu;
-            largest = __vmaxu2(largest, magnitudes);
-            least = __vminu2(least, (magnitudes + 0x7fff7fffu) ^ 0x80008000u);
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            uint32_t largest = 0, least = 0xffffffffu;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (!rows.exists(8 * n + g)) words[n][i] = 0;
+                const uint32_t magnitudes = words[n][i] & 0x7fff7fffu;
+                largest = __vmaxu2(largest, magnitudes);
+                least = __vminu2(least, (magnitudes + 0x7fff7fffu) ^ 0x80008000u);
+            }
+            if (largest != 0) flags.bits |= TileFlags::kNonzero;
+            largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+            largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+            exponent[n] = exponent_of_larger(largest);
+            const int least_exponent = static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7;
+            if (!is_rope && least_exponent < exponent[n] - 31) flags.bits |= TileFlags::kTooWide;
         }
-        if (largest != 0) flags.bits |= TileFlags::kNonzero;
-        largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-        largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-        exponent = exponent_of_larger(largest);
-        const int least_exponent = static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7;
-        if (!is_rope() && least_exponent < exponent - 31) flags.bits |= TileFlags::kTooWide;
         return flags;
     }
 
-    // As A fragments, see Query, and [tile][head]: softmax scale * log2(e) / the power of two.
-    __device__ __forceinline__ void store(char* shared, float scale_log2, bool as_bf16, int lane) const {
-        as_bf16 |= is_rope();
-        const int power = as_bf16 ? 0 : min(127 + 14 - exponent, 126);   // so that 2^-power is no subnormal
-        const float scale = __int_as_float((127 + power) << 23);
-        float* unscale = reinterpret_cast<float*>(shared + C::kUnscaleOffset) + tile * C::kHeads + 8 * group;
-        if (lane % 4 == 0) unscale[lane / 4] = scale_log2 * __int_as_float((127 - power) << 23);
-        uint32_t r[8];
+    // As A fragments, `at` [fragment][32 lanes], see Query. `unscale` [head]: softmax scale * log2(e) / the power
+    // of two.
+    __device__ __forceinline__ void store(uint4* at, float* unscale, float scale_log2, bool as_bf16, int lane) const {
+        uint32_t r[C::kHeadGroups][8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            r[i] = as_bf16 ? words[i] : ptx::cvt_f16x2_f32(ptx::f32_of_bf16_lo(words[i]) * scale, ptx::f32_of_bf16_hi(words[i]) * scale);
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const int power = as_bf16 ? 0 : min(127 + 14 - exponent[n], 126);   // so that 2^-power is no subnormal
+            const float scale = __int_as_float((127 + power) << 23);
+            if (lane % 4 == 0) unscale[8 * n + lane / 4] = scale_log2 * __int_as_float((127 - power) << 23);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t w = words[n][i];
+                r[n][i] = as_bf16 ? w : ptx::cvt_f16x2_f32(ptx::f32_of_bf16_lo(w) * scale, ptx::f32_of_bf16_hi(w) * scale);
+            }
         }
-        uint4* at = reinterpret_cast<uint4*>(shared + C::kQueryOffset) + tile * C::kFragmentsPerTile * 32 + lane;
 #pragma unroll
         for (int f = 0; f < C::kFragmentsPerTile; ++f) {
-            if constexpr (C::kHeadGroups == 2) reinterpret_cast<uint2*>(at + f * 32)[group] = make_uint2(r[2 * f], r[2 * f + 1]);
-            else at[f * 32] = make_uint4(r[4 * f], r[4 * f + 2], r[4 * f + 1], r[4 * f + 3]);
+            if constexpr (C::kHeadGroups == 2) at[f * 32 + lane] = make_uint4(r[0][2 * f], r[1][2 * f], r[0][2 * f + 1], r[1][2 * f + 1]);
+            else at[f * 32 + lane] = make_uint4(r[0][4 * f], r[0][4 * f + 2], r[0][4 * f + 1], r[0][4 * f + 3]);
         }
     }
 };
@@ -160,19 +172,20 @@ struct Query {
         return is_nonzero(any) ? TileFlags::kNonzero : 0;
     }
 
-    // What the warps have stored, behind a barrier.
-    __device__ __forceinline__ void load(const char* shared, bool as_bf16, int part, int lane) {
+    // By the score warps together, through shared memory.
+    __device__ __forceinline__ void convert(const QueryTile<C>& own_tile, bool as_bf16, char* shared, float scale_log2, int part, int warp, int lane) {
+        uint4* all_fragments = reinterpret_cast<uint4*>(shared + C::kQueryOffset);
+        float* unscales = reinterpret_cast<float*>(shared + C::kUnscaleOffset);
+        constexpr int kPerTile = C::kFragmentsPerTile * 32;
+        const bool is_rope = Record::kRopeInV && warp == C::kTiles - 1;
         is_bf16 = as_bf16;
-        const uint4* fragments = reinterpret_cast<const uint4*>(shared + C::kQueryOffset);
-        const float* unscales = reinterpret_cast<const float*>(shared + C::kUnscaleOffset);
+        own_tile.store(all_fragments + warp * kPerTile, unscales + warp * C::kHeads, scale_log2, is_bf16 || is_rope, lane);
+        sync_score_warps<C>();
 #pragma unroll
         for (int j = 0; j < C::kTilesPerPart; ++j) {
             const int tile = C::kTilesPerPart * part + j;
 #pragma unroll
-            for (int f = 0; f < C::kFragmentsPerTile; ++f) {
-                const uint4 v = fragments[(tile * C::kFragmentsPerTile + f) * 32 + lane];
-                fragment[j][f] = C::kHeadGroups == 2 ? make_uint4(v.x, v.z, v.y, v.w) : v;
-            }
+            for (int f = 0; f < C::kFragmentsPerTile; ++f) fragment[j][f] = all_fragments[tile * kPerTile + f * 32 + lane];
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) unscale[j][n] = unscales[tile * C::kHeads + 8 * n + lane / 4];
         }

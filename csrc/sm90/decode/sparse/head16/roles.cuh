@@ -41,17 +41,7 @@ struct WarpRole {
     }
 };
 
-// Barriers of a part of the CTA.
+// A barrier of a part of the CTA.
 template <class C>
 __device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(1, 32 * C::kScoreWarps); }
-template <class C>
-__device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(2, 32 * C::kValueWarps); }
-
-// Q has been converted: the score warps wait for all warps that take part.
-template <class C>
-__device__ __forceinline__ void sync_query(bool waits) {
-    if (waits) ptx::barrier_sync(3, C::kAllConvert ? C::kThreads : 32 * C::kScoreWarps);
-    else if (C::kAllConvert) ptx::barrier_arrive(3, C::kThreads);
-}
-
 }  // namespace flash_mla::sm90::head16

@@ -98,9 +98,9 @@ struct Config {
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
         std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kIncomingOffset + 45 * kUnitBytes});
-    static constexpr int kOwnStatsOffset = kRowExponentOffset + 8 * 4;  // {reference, sum} per head
-    static_assert(kOwnStatsOffset % 16 == 0);
-    static constexpr int kPeerLseOffset = kOwnStatsOffset + kHeads * 8;           // [head][split]
+    static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
+    static_assert(kShareOffset % 16 == 0);
+    static constexpr int kPeerLseOffset = kShareOffset + kHeads * 4;           // [head][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
     static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;

@@ -78,22 +78,6 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     }
     if (static_cast<int>(threadIdx.x) < sinks) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink);
 
-    // The softmax sums go round. When every warp of the cluster is done with its last block's scores and weights, their place is
-    // free to receive.
-    auto publish = [&](auto publish_sums) {
-        ptx::barrier_cluster_wait();   // all CTAs have begun
-        publish_sums();
-        if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
-        __syncthreads();
-        ptx::barrier_cluster_arrive_relaxed();
-    };
-    PartialWeight<C> weight;
-    auto weigh_split = [&] {
-        ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-        weight.load(role, shared_address, splits, lane);
-        ptx::barrier_cluster_wait();
-    };
-
     // Block by block.
     Stage stage;
     if (role.scores) {
@@ -111,8 +95,17 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
             stage = stage.next<C>(), buffer = buffer.other<C>();
         }
-        publish([&] { softmax.publish(shared_address, splits, warp, lane); });
-        weigh_split();
+        // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
+        // of these is free to receive.
+        ptx::barrier_cluster_wait();   // all CTAs have begun
+        softmax.publish(shared_address, splits, warp, lane);
+        if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
+        ptx::barrier_cluster_arrive_relaxed();
+        if constexpr (C::kSkipsZeros) sync_score_warps<C>();   // the own nonzero tiles
+        ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
+        merge_sums<C>(p, softmax, shared_address, splits, warp, lane);
+        hand_over_shares<C>(false);
+        ptx::barrier_cluster_wait();
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
 #pragma unroll
@@ -128,7 +121,6 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
             const bool wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
             const bool last = i + 1 == blocks;
-            if (last) publish([] {});
 #if VAR_INTERLEAVE
             RowCopies<C> copies;
             if (i - 1 + C::kStages < blocks) {   // into the stage of the block before
@@ -149,32 +141,23 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
 #endif
             last_stage = stage, stage = stage.next<C>();
         }
-        if (blocks == 0) publish([] {});
-        weigh_split();
-        send_partial<C>(acc, weight, shared_address, splits, role.value_warp, lane);
+        ptx::barrier_cluster_wait();   // all CTAs have begun
+        ptx::barrier_cluster_arrive_relaxed();
+        hand_over_shares<C>(true);
+        ptx::barrier_cluster_wait();
+        send_partial<C>(acc, role, shared_address, splits, lane);
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<128>();
     }
 
-    // Merge, and write.
-    // Anew, from shared memory: it costs less than registers in the loop.
-    const ClusterWork<C> same_work(p, ptx::ld_shared_u32(shared_address + C::kTokenOffset));
-    const OutputTile tile = {
-        p.out + static_cast<uint64_t>(same_work.batch) * p.out_stride_b + static_cast<uint64_t>(same_work.row) * p.out_stride_s +
-            static_cast<uint64_t>(same_work.first_head) * p.out_stride_h,
-        p.lse + (static_cast<uint64_t>(same_work.batch) * p.h_q + same_work.first_head) * p.s_q.divisor + same_work.row,
-        same_work.is_zero_row ? 0 : same_work.heads,
-        same_work.is_zero_row ? zero_tiles_of_token<C>(p, shared_address, lane) : 0,
-    };
-    if (warp == 0 && splits.rank == 0) write_lse<C>(p, tile, weight, lane);
-    UnitWriter<C> writer;
-    writer.load_sinks(p, tile, weight, shared_address, lane);
+    // Add up, and write.
+    const OutputTile tile = OutputTile::make<C>(p, shared_address, lane);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores
-    writer.write(p, tile, shared_address, splits, warp, lane);
+    write_units<C>(p, tile, shared_address, splits);
     if constexpr (C::kSkipsZeros) {
         if (tile.zero_tiles != 0) {
             __syncthreads();
-            writer.write_zero_tiles(p, tile, shared_address, splits);
+            write_zero_tiles<C>(p, tile, shared_address, splits);
         }
     }
 }

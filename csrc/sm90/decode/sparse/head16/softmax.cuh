@@ -76,23 +76,53 @@ struct Softmax {
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
-    // {reference, sum} of every own head, for sum * 2^reference, and the row's exponent, to the CTA, seen after its next barrier, and
-    // the log-sum-exp to every CTA of the cluster. Rows without a key keep sum = 0.
-    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
-        const int row = C::kScoreWarps - 1 - warp;
+    // The log-sum-exps of the own heads to every other CTA of the cluster, and the row's exponent to the own one, seen after its next
+    // barrier. By half a warp a head, a lane a split.
+    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) {
+        const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
 #pragma unroll
-        for (int i = 0; i < C::kOwnHeads; ++i) {
-            const int head = warp + i * C::kScoreWarps;
-            const float total = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
-            const float own = total == 0.f ? -FLT_MAX : reference[i];
-            const float lse = total == 0.f ? -INFINITY : own + ptx::lg2(total);
-            if (lane == 0) ptx::st_shared_f32x2(shared + C::kOwnStatsOffset + 8 * head, {own, total});
-            send_lse<C>(lse, head, shared, splits, lane, 32);
+        for (int i = 0; i < C::kOwnHeads; ++i) sum[i] = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
+        const float total = lane_owns(lane) == 0 ? sum[0] : sum[C::kOwnHeads - 1];
+        own = lane_owns(lane) == 0 ? reference[0] : reference[C::kOwnHeads - 1];
+        if (total == 0.f) own = -INFINITY;   // no key
+        lse = own + ptx::lg2(total);
+        const uint32_t at = peer_lse(shared, warp, lane) + 4 * splits.rank;
+        if (lane_owns(lane) < C::kOwnHeads && split < splits.count && split != splits.rank) {
+            ptx::st_async(ptx::mapa(at, split), lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
         }
     }
 
+    // When those of the other CTAs have come: what this split's results count in those of all splits, and the log-sum-exp over
+    // all, base 2, +inf without keys. The same in every lane of a half.
+    struct Merged {
+        int head;
+        float share, lse;
+    };
+    __device__ __forceinline__ Merged merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
+        const int split = lane % kMaxSplits;
+        float x = lse;
+        if (split != splits.rank) x = split < splits.count ? ptx::ld_shared_f32(peer_lse(shared, warp, lane) + 4 * split) : -INFINITY;
+        float largest = fmaxf(x, -FLT_MAX);   // finite also where no split has a key
+#pragma unroll
+        for (int step = kMaxSplits / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+        float total = ptx::ex2_ftz(x - largest);
+#pragma unroll
+        for (int step = kMaxSplits / 2; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+        const float all = total == 0.f ? INFINITY : largest + ptx::lg2(total);
+        return {head_of_lane(warp, lane), own == -INFINITY ? 0.f : ptx::ex2(own - all), all};
+    }
+
    private:
+    float own, lse;   // of the lane's half: {reference, log-sum-exp} of this split, -inf without keys
+
+    static_assert(kMaxSplits == 16);
+    __device__ __forceinline__ static int lane_owns(int lane) { return lane / kMaxSplits; }
+    __device__ __forceinline__ static int head_of_lane(int warp, int lane) { return warp + min(lane_owns(lane), C::kOwnHeads - 1) * C::kScoreWarps; }
+    __device__ __forceinline__ static uint32_t peer_lse(uint32_t shared, int warp, int lane) {
+        return shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of_lane(warp, lane);
+    }
+
     // Returns whether a reference has moved.
     __device__ __forceinline__ bool weigh_heads(uint32_t shared, uint32_t place, ScoreBuffer buffer, int warp, int lane) {
         float s[C::kOwnHeads][kColumns], largest[C::kOwnHeads];

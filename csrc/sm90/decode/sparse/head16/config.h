@@ -55,10 +55,10 @@ struct Config {
     // A ring of blocks of keys as they are in the cache: a row of 16-byte chunks per key, V4's scales behind it. An odd
     // number of chunks, so that the same chunk of 8 keys lies in 8 different bank groups. Each stage has a barrier that
     // completes when its rows have come.
-    static constexpr int kStages = kKeys == 32 ? 6 : VAR_INTERLEAVE && kHeadGroups == 1 && Record::kRopeInV ? 5 : 4;
+    static constexpr int kStages = kKeys == 32 ? 6 : 4;
     static constexpr int kKeysPerWarp = kKeys / kValueWarps;   // that a value warp fetches
     static constexpr int kBlocksPerRound = 32 / kKeysPerWarp;   // that it finds at once, a lane a key
-    static_assert(kStages - VAR_INTERLEAVE <= kBlocksPerRound);
+    static_assert(kStages <= kBlocksPerRound);
     static constexpr int kCopiesPerKey = Record::kScalesAfterRows ? 2 : 1;
     static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
@@ -106,8 +106,7 @@ struct Config {
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
-    static constexpr int kFreeBarrierOffset = kWeighedBarrierOffset + 8 * kStages;    // [stage]
-    static constexpr int kTileFlagsOffset = kFreeBarrierOffset + 8 * kStages;     // [warp], see zero_rows.cuh
+    static constexpr int kTileFlagsOffset = kWeighedBarrierOffset + 8 * kStages;     // [warp], see zero_rows.cuh
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kWarps;     // [warp], of this CTA
     static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
     static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;

@@ -47,24 +47,16 @@ struct KeyFeeder {
         if (first_block < blocks) slot = SlotAddress(p, lists, place_in_round(first_block)).load();
     }
 
-    // Block i, if there is one, into its stage. Block by block. The warp's rows are still to be copied.
-    __device__ __forceinline__ RowCopies<C> begin(int i, Stage s) {
-        RowCopies<C> copies;
-        if (i >= blocks) return copies;
+    // Block i, if there is one, into its stage. Block by block.
+    __device__ __forceinline__ void copy(int i, Stage s) {
+        if (i >= blocks) return;
         if (i % C::kBlocksPerRound == 0 && i > 0) {
             found.locate(p, lists, place_in_round(i), slot);
             load_next_slots(i + C::kBlocksPerRound);
         }
-        const int block = i % C::kBlocksPerRound;
-        if (block_of_round == block) ring.prepare(s, key, found);
+        if (block_of_round == i % C::kBlocksPerRound) ring.copy(s, key, found);
         __syncwarp();
-        copies.first_lane = block * C::kKeysPerWarp;
-        copies.row = found.row;
-        copies.to = ring.row(s, key - lane % C::kKeysPerWarp), copies.barrier = ring.barrier(s);
-        copies.valid = __ballot_sync(0xffffffffu, found.row != nullptr) >> copies.first_lane & ((1u << C::kKeysPerWarp) - 1);
-        return copies;
     }
-    __device__ __forceinline__ void copy(int i, Stage s) { begin(i, s).copy_all(lane); }
 
    private:
     __device__ __forceinline__ KeyPlace place_in_round(int first_block) const {

@@ -86,6 +86,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         q.convert(q_tile, tile_flags.too_wide(), shared, p.scale_log2, role.part, warp, lane);
         Softmax<C> softmax;
         softmax.clear();
+        ptx::barrier_cluster_wait();   // all CTAs have begun
         ScoreBuffer buffer;
         for (int i = 0; i < blocks; ++i) {
             feeder.ring.wait(stage);
@@ -97,59 +98,46 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         }
         // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
         // of these is free to receive.
-        ptx::barrier_cluster_wait();   // all CTAs have begun
         softmax.publish(shared_address, splits, warp, lane);
         if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
         ptx::barrier_cluster_arrive_relaxed();
         if constexpr (C::kSkipsZeros) sync_score_warps<C>();   // the own nonzero tiles
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
         merge_sums<C>(p, softmax, shared_address, splits, warp, lane);
-        hand_over_shares<C>(false);
         ptx::barrier_cluster_wait();
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
 #pragma unroll
-        for (int i = 1; i < C::kStages - VAR_INTERLEAVE; ++i) feeder.copy(i, Stage::make<C>(i));
+        for (int i = 1; i < C::kStages; ++i) feeder.copy(i, Stage::make<C>(i));
         feeder.load_next_slots(C::kBlocksPerRound);
         const uint32_t value_at = value_address(shared_address, role, lane);
         Accumulator<C> acc;
         acc.clear();
-        Stage last_stage = Stage::make<C>(C::kStages - 1);
+        ptx::barrier_cluster_wait();   // all CTAs have begun
         for (int i = 0; i < blocks; ++i) {
             WeightFragments<C> weights;
             feeder.ring.wait(stage);
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
             const bool wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
-            const bool last = i + 1 == blocks;
-#if VAR_INTERLEAVE
-            RowCopies<C> copies;
-            if (i - 1 + C::kStages < blocks) {   // into the stage of the block before
-                if (i > 0) feeder.ring.wait_until_free(last_stage);
-                copies = feeder.begin(i - 1 + C::kStages, last_stage);
-            }
-            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide, [&](int k) { copies.copy(k); });
-            if (last) break;
-            feeder.ring.release(stage);
-#else
-            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide, [&](int k) {});
-            if (last) break;
-            feeder.ring.release(stage);
-            if (i + C::kStages < blocks) {
-                feeder.ring.wait_until_free(stage);
-                feeder.copy(i + C::kStages, stage);
-            }
-#endif
-            last_stage = stage, stage = stage.next<C>();
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide);
+            if (i + 1 == blocks) break;
+            sync_value_warps<C>();   // nobody needs the block any more
+            feeder.copy(i + C::kStages, stage);
+            stage = stage.next<C>();
         }
-        ptx::barrier_cluster_wait();   // all CTAs have begun
         ptx::barrier_cluster_arrive_relaxed();
-        hand_over_shares<C>(true);
+        wait_for_score_warps<C>();
+        if (splits.count == 1 && !work.is_zero_row) {
+            write_alone<C>(p, acc, role, shared_address, lane);
+            return;
+        }
         ptx::barrier_cluster_wait();
         send_partial<C>(acc, role, shared_address, splits, lane);
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<128>();
     }
 
     // Add up, and write.
+    if (splits.count == 1 && !work.is_zero_row) return;   // written
     const OutputTile tile = OutputTile::make<C>(p, shared_address, lane);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores

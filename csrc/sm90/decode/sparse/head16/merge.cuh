@@ -38,99 +38,152 @@ template <class C>
 __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const Softmax<C>& softmax, uint32_t shared, SplitsOfTile splits,
                                            int warp, int lane) {
     const auto merged = softmax.merge(shared, splits, warp, lane);
+    if (lane % kMaxSplits == 0) ptx::st_shared_f32(shared + C::kShareOffset + 4 * merged.head, merged.share);
     const OutputTile tile = OutputTile::make<C>(p, shared, lane);
-    const uint64_t stride = p.s_q.divisor;
-    const float lse = merged.lse * 0.69314718f;
-    if (C::kSkipsZeros && tile.heads == 0) {   // all heads of the token; all rows of this tile are the zero row
-        const uint32_t at = shared + C::kSinkOffset + 4 * threadIdx.x;
-        if (static_cast<int>(threadIdx.x) < p.h_q) {
-            ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), merged.lse));
-            if (splits.rank == 0 && (tile.zero_tiles >> threadIdx.x / C::kHeads & 1)) tile.lse[threadIdx.x * stride] = lse;
-        }
-        if (lane == 0) ptx::st_shared_f32(shared + C::kShareOffset + 4 * merged.head, merged.share);
-    } else if (lane % kMaxSplits == 0) {
-        const uint32_t at = shared + C::kSinkOffset + 4 * merged.head;
-        ptx::st_shared_f32(shared + C::kShareOffset + 4 * merged.head, merged.share);
-        ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), merged.lse));
-        if (splits.rank == 0 && merged.head < tile.heads) tile.lse[merged.head * stride] = lse;
-    }
+    const bool is_zero_row = C::kSkipsZeros && tile.heads == 0;   // then all rows of the tile are, and there are all heads' sinks
+    const int head = is_zero_row ? threadIdx.x : merged.head;
+    const bool has_head = is_zero_row ? head < p.h_q : lane % kMaxSplits == 0;
+    const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
+    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), merged.lse));
+    tell_value_warps<C>();
+    const bool writes_lse = is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads;
+    if (splits.rank == 0 && has_head && writes_lse) tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = merged.lse * 0.69314718f;
 }
+
+// What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
+// split counts, and the exponent of the scales.
+template <class C>
+struct PartialWeight {
+    float share[C::kHeadGroups][2], power;
+
+    __device__ __forceinline__ PartialWeight(const WarpRole<C>& role, uint32_t shared, int lane) {
+        const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
+        power = role.value_is_rope ? 1.f : ptx::ex2(ptx::ld_shared_f32(shared + C::kRowExponentOffset + 4 * role.value_scale_row));
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const float2 v = ptx::ld_shared_f32x2(shared + C::kShareOffset + 32 * n + 8 * (lane % 4));
+            share[n][0] = v.x * unbias, share[n][1] = v.y * unbias;
+        }
+    }
+    // Element i of a unit's accumulator for group n.
+    __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * share[n][i % 2] * power; }
+};
 
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit, two dims of its heads. Of 8 heads in
 // fp32; of 16 rounded to bf16, which adds about what the rounding of the result costs: the SMs send each other 16 bytes a cycle.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
-    // Two factors, as their product alone may leave fp32's range: what the split counts, and the exponent of the scales.
-    const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
-    const float power = role.value_is_rope ? 1.f : ptx::ex2(ptx::ld_shared_f32(shared + C::kRowExponentOffset + 4 * role.value_scale_row));
-    float share[C::kHeadGroups][2];
-#pragma unroll
-    for (int n = 0; n < C::kHeadGroups; ++n) {
-        const float2 v = ptx::ld_shared_f32x2(shared + C::kShareOffset + 32 * n + 8 * (lane % 4));
-        share[n][0] = v.x * unbias, share[n][1] = v.y * unbias;
-    }
+    const PartialWeight<C> weight(role, shared, lane);
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
         const int unit = role.value_warp * C::kValueUnits + u, owner = splits.owner(unit);
         const uint32_t at = shared + C::kIncomingOffset + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * lane;
-        float v[C::kHeadGroups][4];   // rows g and g + 8 of the accumulator, heads 2t and 2t + 1
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) v[n][i] = acc.out[u][n][i] * share[n][i % 2] * power;
-        }
-        float4 bytes = {v[0][0], v[0][1], v[0][2], v[0][3]};
-        if constexpr (C::kHeadGroups == 2) {
-            bytes = {__uint_as_float(ptx::cvt_bf16x2_f32(v[0][0], v[0][1])), __uint_as_float(ptx::cvt_bf16x2_f32(v[0][2], v[0][3])),
-                     __uint_as_float(ptx::cvt_bf16x2_f32(v[1][0], v[1][1])), __uint_as_float(ptx::cvt_bf16x2_f32(v[1][2], v[1][3]))};
+        auto v = [&](int n, int i) { return weight.apply(acc.out[u], n, i); };
+        float4 bytes;
+        if constexpr (C::kHeadGroups == 1) {
+            bytes = {v(0, 0), v(0, 1), v(0, 2), v(0, 3)};
+        } else {
+            auto pair = [&](int n, int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v(n, i), v(n, i + 1))); };
+            bytes = {pair(0, 0), pair(0, 2), pair(1, 0), pair(1, 2)};
         }
         send<C>(bytes, at, owner, shared, splits);
     }
 }
 
-// Adds up the CTA's own units and writes them: a thread takes one word at a time of what lanes have sent, and two threads share
-// two dims of one or two heads: dims 2g and 2g + 1 in an e4m3 unit, g and g + 8 in a RoPE unit.
+// Two dims of a head: `first` and the next one, or in a RoPE unit the 8th from there.
+__device__ __forceinline__ void write_two_dims(const SparseDecodeParams& p, const OutputTile& tile, int head, int first, bool is_rope, float a, float b) {
+    const uint32_t pair = ptx::cvt_bf16x2_f32(a, b);
+    uint16_t* to = tile.out + static_cast<uint64_t>(head) * p.out_stride_h + first;
+    if (p.out_aligned4 && !is_rope) *reinterpret_cast<uint32_t*>(to) = pair;
+    else to[0] = static_cast<uint16_t>(pair), to[is_rope ? 8 : 1] = static_cast<uint16_t>(pair >> 16);
+}
+
+// One split: nothing to add up.
+template <class C>
+__device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, int lane) {
+    const PartialWeight<C> weight(role, shared, lane);
+    const OutputTile tile = OutputTile::make<C>(p, shared, lane);
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int head = 8 * n + 2 * t + i;
+            if (head >= tile.heads) continue;
+            const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
+#pragma unroll
+            for (int u = 0; u < C::kValueUnits; ++u) {
+                const int first = (role.value_warp * C::kValueUnits + u) * kUnitDims + (role.value_is_rope ? g : 2 * g);
+                write_two_dims(p, tile, head, first, role.value_is_rope, weight.apply(acc.out[u], n, i) * factor, weight.apply(acc.out[u], n, 2 + i) * factor);
+            }
+        }
+    }
+}
+
+// Adds up what the splits have sent of some words of the CTA's own units: `at`, those of the first split.
+template <class C, int kWords>
+__device__ __forceinline__ void add_splits(float (&sum)[C::kHeadGroups * kWords], uint32_t at, SplitsOfTile splits) {
+    const uint32_t stride = splits.incoming_offset<C>(1, 0);
+#pragma unroll 4
+    for (int s = 0; s < splits.count; ++s) {
+        uint32_t words[4];
+        if constexpr (kWords == 1) {
+            words[0] = ptx::ld_shared_u32(at + s * stride);
+        } else {
+            const uint4 v = ptx::ld_shared_v4(at + s * stride);
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+        }
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            if constexpr (C::kHeadGroups == 1) sum[i] += __uint_as_float(words[i]);
+            else sum[2 * i] += ptx::f32_of_bf16_lo(words[i]), sum[2 * i + 1] += ptx::f32_of_bf16_hi(words[i]);
+        }
+    }
+}
+
+// Adds up the CTA's own units and writes them: dims 2g and 2g + 1 in an e4m3 unit, g and g + 8 in a RoPE unit. Of few units, a
+// thread takes a word of what lanes have sent, so that many work on it; else a thread takes all that a lane has sent.
 template <class C>
 __device__ __forceinline__ void write_units(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
-    constexpr int kWords = C::kUnitBytes / 4;
-    const uint32_t stride = splits.incoming_offset<C>(1, 0);
-    for (int i = threadIdx.x; i < splits.own_units<C>() * kWords; i += C::kThreads) {
-        const int local = i / kWords, lane = i % kWords / 4, word = i % 4, g = lane / 4, t = lane % 4;
-        const uint32_t incoming = shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local) + 4 * (i % kWords);
-        float first = 0.f, second = 0.f;   // of two dims of a head
-        int head;
-        bool writes = true;
-        if constexpr (C::kHeadGroups == 1) {   // a word: dim word / 2 of head 2t + word % 2
-#pragma unroll 4
-            for (int s = 0; s < splits.count; ++s) first += ptx::ld_shared_f32(incoming + s * stride);
-            second = __shfl_xor_sync(0xffffffffu, first, 2);
-            head = 2 * t + word % 2, writes = word < 2;
-        } else {                               // dim word % 2 of heads 2t and 2t + 1 of group word / 2
-            float other = 0.f;
-#pragma unroll 4
-            for (int s = 0; s < splits.count; ++s) {
-                const uint32_t pair = ptx::ld_shared_u32(incoming + s * stride);
-                first += ptx::f32_of_bf16_lo(pair), other += ptx::f32_of_bf16_hi(pair);
-            }
-            const bool is_second = word % 2 != 0;   // it takes the second head, and gives the first one's dim away
-            const float given = __shfl_xor_sync(0xffffffffu, is_second ? first : other, 1);
-            second = is_second ? other : given, first = is_second ? given : first;
-            head = 8 * (word / 2) + 2 * t + word % 2;
-        }
+    const int units = splits.own_units<C>();
+    auto write = [&](int local, int lane, int head, float a, float b) {
         const int unit = splits.own_unit(local);
         const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
-        const int dim = is_rope ? g : 2 * g, next = is_rope ? 8 : 1;
-        if (writes && head < tile.heads) {
+        const int dim = is_rope ? lane / 4 : lane / 4 * 2;
+        if (head < tile.heads) {
             const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
-            const uint32_t pair = ptx::cvt_bf16x2_f32(first * factor, second * factor);
-            uint16_t* to = tile.out + static_cast<uint64_t>(head) * p.out_stride_h + unit * kUnitDims + dim;
-            if (p.out_aligned4 && !is_rope) *reinterpret_cast<uint32_t*>(to) = pair;
-            else to[0] = static_cast<uint16_t>(pair), to[next] = static_cast<uint16_t>(pair >> 16);
+            write_two_dims(p, tile, head, unit * kUnitDims + dim, is_rope, a * factor, b * factor);
         }
-        if (C::kSkipsZeros && tile.zero_tiles != 0 && head == 0 && writes) {   // all rows are the zero row
+        if (C::kSkipsZeros && tile.zero_tiles != 0 && head == 0) {   // all rows are the zero row
             const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + dim);
-            ptx::st_shared_f32(to, first);
-            ptx::st_shared_f32(to + 4 * next, second);
+            ptx::st_shared_f32(to, a);
+            ptx::st_shared_f32(to + (is_rope ? 32 : 4), b);
+        }
+    };
+    auto incoming = [&](int local) { return shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local); };
+    if (units <= C::kThreads / 128) {
+        const int local = threadIdx.x / 128, word = threadIdx.x % 128, lane = word / 4, i = word % 4, t = lane % 4;
+        if (local >= units) return;
+        float sum[C::kHeadGroups] = {};
+        add_splits<C, 1>(sum, incoming(local) + 4 * word, splits);
+        if constexpr (C::kHeadGroups == 1) {   // a word: dim i / 2 of head 2t + i % 2
+            const float second = __shfl_xor_sync(0xffffffffu, sum[0], 2);
+            if (i < 2) write(local, lane, 2 * t + i, sum[0], second);
+        } else {                               // dim i % 2 of heads 2t and 2t + 1 of group i / 2: one thread writes the one, one the other
+            const bool is_second = i % 2 != 0;
+            const float given = __shfl_xor_sync(0xffffffffu, is_second ? sum[0] : sum[1], 1);
+            write(local, lane, 8 * (i / 2) + 2 * t + i % 2, is_second ? given : sum[0], is_second ? sum[1] : given);
+        }
+        return;
+    }
+    for (int i = threadIdx.x; i < units * 32; i += C::kThreads) {
+        const int local = i / 32, lane = i % 32, t = lane % 4;
+        float sum[C::kHeadGroups * 4] = {};   // [group][dim][head]
+        add_splits<C, 4>(sum, incoming(local) + 16 * lane, splits);
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) write(local, lane, 8 * n + 2 * t + j, sum[4 * n + j], sum[4 * n + 2 + j]);
         }
     }
 }

@@ -56,66 +56,26 @@ struct Ring {
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(shared + C::kStageBarrierOffset + 8 * i, C::kKeys * C::kCopiesPerKey);
             ptx::mbarrier_init(shared + C::kWeighedBarrierOffset + 8 * i, 32 * C::kScoreWarps);
-            ptx::mbarrier_init(shared + C::kFreeBarrierOffset + 8 * i, 32 * C::kValueWarps);
         }
     }
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
 
-    // Of the value warps: that a warp does not need the block any more; until none does.
-    __device__ __forceinline__ void release(Stage s) const { ptx::mbarrier_arrive(shared + C::kFreeBarrierOffset + s.barrier); }
-    __device__ __forceinline__ void wait_until_free(Stage s) const { ptx::mbarrier_wait(shared + C::kFreeBarrierOffset + s.barrier, s.parity); }
-
-    // By the lane that has found the key, all but the copy of its row: its scales, and its mask, which makes the score of what is no
-    // key -inf. The row of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
-    __device__ __forceinline__ void prepare(Stage s, int key, const FoundKey<C>& found) const {
+    // By the lane that has found the key: its row, its scales, and its mask, which makes the score of what is no key -inf. The row
+    // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
+    __device__ __forceinline__ void copy(Stage s, int key, const FoundKey<C>& found) const {
         const uint32_t to = row(s, key), at = barrier(s);
         const bool valid = found.row != nullptr;
-        if constexpr (Record::kScalesAfterRows) {
-            ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
-            ptx::cp_async_mbarrier_arrive(at);
-        }
-        if (!valid) {
+        if constexpr (Record::kScalesAfterRows) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
+        if (valid) {
+            ptx::cp_async_bulk(to, found.row, kRowBytes, at);
+        } else {
 #pragma unroll 1
             for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
             ptx::fence_proxy_async();   // the next block of this stage may bring a key
         }
+        if constexpr (Record::kScalesAfterRows) ptx::cp_async_mbarrier_arrive(at);
         ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
         ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
-    }
-};
-
-// The copies of a warp's keys of a block, which lie one behind the other, one at a time: a bulk copy takes its operands from uniform
-// registers, and the SM starts one in some 18 cycles.
-template <class C>
-struct RowCopies {
-    const uint8_t* row = nullptr;   // of the lane's key
-    uint32_t to, barrier;           // of the first key
-    uint32_t first_lane, valid = 0; // a bit for each key
-
-    __device__ __forceinline__ void copy(int k) const {
-        if (valid == 0) return;
-        const auto from = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(row), first_lane + k));
-        if ((valid >> k & 1) && ptx::elect_one()) ptx::cp_async_bulk(to + k * C::kRowPitch, from, Ring<C>::kRowBytes, barrier);
-    }
-    __device__ __forceinline__ void copy_all(int lane) const {
-        if (valid == 0) return;
-#if VAR_LOOP
-        const int k = lane - static_cast<int>(first_lane);
-        if (k >= 0 && k < C::kKeysPerWarp && (valid >> k & 1)) ptx::cp_async_bulk(to + k * C::kRowPitch, row, Ring<C>::kRowBytes, barrier);
-        __syncwarp();
-#else
-        const uint8_t* from[C::kKeysPerWarp];
-#pragma unroll
-        for (int k = 0; k < C::kKeysPerWarp; ++k) {
-            from[k] = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(row), first_lane + k));
-        }
-        if (ptx::elect_one()) {
-#pragma unroll
-            for (int k = 0; k < C::kKeysPerWarp; ++k) {
-                if (valid >> k & 1) ptx::cp_async_bulk(to + k * C::kRowPitch, from[k], Ring<C>::kRowBytes, barrier);
-            }
-        }
-#endif
     }
 };
 

@@ -41,14 +41,16 @@ struct WarpRole {
     }
 };
 
-// A barrier of a part of the CTA.
+// Barriers of a part of the CTA.
 template <class C>
 __device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(1, 32 * C::kScoreWarps); }
-// What the score warps have stored for the value warps, which wait for it.
 template <class C>
-__device__ __forceinline__ void hand_over_shares(bool waits) {
-    if (waits) ptx::barrier_sync(2, C::kThreads);
-    else ptx::barrier_arrive(2, C::kThreads);
-}
+__device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(2, 32 * C::kValueWarps); }
+
+// The score warps have stored something for the value warps, which wait for it.
+template <class C>
+__device__ __forceinline__ void tell_value_warps() { ptx::barrier_arrive(3, C::kThreads); }
+template <class C>
+__device__ __forceinline__ void wait_for_score_warps() { ptx::barrier_sync(3, C::kThreads); }
 
 }  // namespace flash_mla::sm90::head16

@@ -34,13 +34,11 @@ struct Accumulator {
         }
     }
 
-    // `value_at`: this lane's row, for ldmatrix, of the warp's first dims. `between(k)`, k = 0, 1, ..., kKeysPerWarp - 1: other work,
-    // in between.
-    template <class Between>
-    __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool wide, Between between) {
-        if (is_rope) multiply_bf16(w, value_at, between);
-        else if (wide) multiply_e4m3<true>(w, value_at, between);
-        else multiply_e4m3<false>(w, value_at, between);
+    // `value_at`: this lane's row, for ldmatrix, of the warp's first dims.
+    __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool wide) {
+        if (is_rope) multiply_bf16(w, value_at);
+        else if (wide) multiply_e4m3<true>(w, value_at);
+        else multiply_e4m3<false>(w, value_at);
     }
 
    private:
@@ -48,16 +46,14 @@ struct Accumulator {
     // (8-15, 16-31): 8x8 pairs of e4m3 dims. Transposed, they give a lane two keys of two dims. Sorted by dim and
     // converted, those are two A registers of V^T, of dims 2g and 2g + 1: rows g and g + 8 of a unit. To f16, or if the weights
     // are bf16 to bf16.
-    template <bool kIsBf16, class Between>
-    __device__ __forceinline__ void multiply_e4m3(const WeightFragments<C>& w, uint32_t value_at, Between between) {
-        static_assert(C::kValueUnits / 2 * C::kKeyGroups == C::kKeysPerWarp);
+    template <bool kIsBf16>
+    __device__ __forceinline__ void multiply_e4m3(const WeightFragments<C>& w, uint32_t value_at) {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; u += 2) {
 #pragma unroll
             for (int ks = 0; ks < C::kKeyGroups; ++ks) {
                 uint32_t r[4];
                 ptx::ldmatrix_x4_trans(r, value_at + u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
-                between(u / 2 * C::kKeyGroups + ks);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     uint32_t a[4];
@@ -75,15 +71,13 @@ struct Accumulator {
     }
 
     // The same for RoPE, bf16: one ldmatrix fetches one unit, whose rows are dims in order.
-    template <class Between>
-    __device__ __forceinline__ void multiply_bf16(const WeightFragments<C>& w, uint32_t value_at, Between between) {
+    __device__ __forceinline__ void multiply_bf16(const WeightFragments<C>& w, uint32_t value_at) {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {
 #pragma unroll
             for (int ks = 0; ks < C::kKeyGroups; ++ks) {
                 uint32_t a[4];
                 ptx::ldmatrix_x4_trans(a, value_at + 2 * u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
-                if (u % 2 == 0) between(u / 2 * C::kKeyGroups + ks);
 #pragma unroll
                 for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<true>(out[u][n], a, w[ks][n]);
             }

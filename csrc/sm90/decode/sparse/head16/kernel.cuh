@@ -119,13 +119,15 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             feeder.ring.wait(stage);
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
             const bool wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
+            const bool last = i + 1 == blocks;
+            if (last) ptx::barrier_cluster_arrive_relaxed();   // the weights' place, and all of its kind, is free to receive
             acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide);
-            if (i + 1 == blocks) break;
+            if (last) break;
             sync_value_warps<C>();   // nobody needs the block any more
             feeder.copy(i + C::kStages, stage);
             stage = stage.next<C>();
         }
-        ptx::barrier_cluster_arrive_relaxed();
+        if (blocks == 0) ptx::barrier_cluster_arrive_relaxed();
         wait_for_score_warps<C>();
         if (splits.count == 1 && !work.is_zero_row) {
             write_alone<C>(p, acc, role, shared_address, lane);

@@ -103,7 +103,8 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         ptx::barrier_cluster_arrive_relaxed();
         if constexpr (C::kSkipsZeros) sync_score_warps<C>();   // the own nonzero tiles
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-        merge_sums<C>(p, softmax, shared_address, splits, warp, lane);
+        merge_sums<C>(p, softmax, shared_address, splits, work.is_zero_row, warp, lane);
+        sync_score_warps<C>();   // the sinks' factors
         ptx::barrier_cluster_wait();
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
@@ -141,9 +142,14 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     // Add up, and write.
     if (splits.count == 1 && !work.is_zero_row) return;   // written
     const OutputTile tile = OutputTile::make<C>(p, shared_address, lane);
+    const int parts = splits.own_units<C>() * 32;
+    const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores
-    write_units<C>(p, tile, shared_address, splits);
+    if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, tile, shared_address, splits);
+    for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
+        UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, tile, shared_address, splits);
+    }
     if constexpr (C::kSkipsZeros) {
         if (tile.zero_tiles != 0) {
             __syncthreads();

@@ -32,22 +32,23 @@ struct OutputTile {
     }
 };
 
-// By the score warps, when all log-sum-exps are there: what a value warp needs to know of the splits, what the sinks leave of the
-// heads, in place of the sinks, both seen behind the next barrier; and, by the first split, the result's log-sum-exps.
+// By the score warps, when all log-sum-exps are there: what the value warps wait for, that is what the split counts, and in place of
+// the sinks what these leave of the heads; and, by the first split, the result's log-sum-exps.
 template <class C>
 __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const Softmax<C>& softmax, uint32_t shared, SplitsOfTile splits,
-                                           int warp, int lane) {
-    const auto merged = softmax.merge(shared, splits, warp, lane);
-    if (lane % kMaxSplits == 0) ptx::st_shared_f32(shared + C::kShareOffset + 4 * merged.head, merged.share);
-    const OutputTile tile = OutputTile::make<C>(p, shared, lane);
-    const bool is_zero_row = C::kSkipsZeros && tile.heads == 0;   // then all rows of the tile are, and there are all heads' sinks
-    const int head = is_zero_row ? threadIdx.x : merged.head;
-    const bool has_head = is_zero_row ? head < p.h_q : lane % kMaxSplits == 0;
+                                           bool is_zero_row, int warp, int lane) {
+    const float lse = softmax.merge(shared, splits, warp, lane);
+    // In the cluster of the zero row all rows of the tile are, and there are all heads' sinks.
+    const int head = C::kSkipsZeros && is_zero_row ? threadIdx.x : softmax.head_of_lane(warp, lane);
+    const bool has_head = C::kSkipsZeros && is_zero_row ? head < p.h_q : softmax.is_first_of_head(lane);
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
-    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), merged.lse));
+    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
     tell_value_warps<C>();
-    const bool writes_lse = is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads;
-    if (splits.rank == 0 && has_head && writes_lse) tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = merged.lse * 0.69314718f;
+    if (splits.rank != 0 || !has_head) return;
+    const OutputTile tile = OutputTile::make<C>(p, shared, lane);
+    if (C::kSkipsZeros && is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads) {
+        tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
+    }
 }
 
 // What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
@@ -90,105 +91,103 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Wa
     }
 }
 
-// Two dims of a head: `first` and the next one, or in a RoPE unit the 8th from there.
-__device__ __forceinline__ void write_two_dims(const SparseDecodeParams& p, const OutputTile& tile, int head, int first, bool is_rope, float a, float b) {
-    const uint32_t pair = ptx::cvt_bf16x2_f32(a, b);
-    uint16_t* to = tile.out + static_cast<uint64_t>(head) * p.out_stride_h + first;
-    if (p.out_aligned4 && !is_rope) *reinterpret_cast<uint32_t*>(to) = pair;
-    else to[0] = static_cast<uint16_t>(pair), to[is_rope ? 8 : 1] = static_cast<uint16_t>(pair >> 16);
-}
+// Where two dims of a head go: two neighbours, or in a RoPE unit the one and the 8th from there. Of unit u those of lanes g.
+struct TwoDims {
+    uint16_t* to;
+    bool is_rope;
+
+    template <class C>
+    __device__ __forceinline__ static TwoDims make(const SparseDecodeParams& p, const OutputTile& tile, int head, int unit, int g) {
+        const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
+        return {tile.out + static_cast<uint64_t>(head) * p.out_stride_h + unit * kUnitDims + (is_rope ? g : 2 * g), is_rope};
+    }
+    __device__ __forceinline__ void write(const SparseDecodeParams& p, float a, float b) const {
+        const uint32_t pair = ptx::cvt_bf16x2_f32(a, b);
+        if (p.out_aligned4 && !is_rope) *reinterpret_cast<uint32_t*>(to) = pair;
+        else to[0] = static_cast<uint16_t>(pair), to[is_rope ? 8 : 1] = static_cast<uint16_t>(pair >> 16);
+    }
+};
 
 // One split: nothing to add up.
 template <class C>
 __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, int lane) {
     const PartialWeight<C> weight(role, shared, lane);
     const OutputTile tile = OutputTile::make<C>(p, shared, lane);
-    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int head = 8 * n + 2 * t + i;
+            const int head = 8 * n + 2 * (lane % 4) + i;
             if (head >= tile.heads) continue;
             const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
 #pragma unroll
             for (int u = 0; u < C::kValueUnits; ++u) {
-                const int first = (role.value_warp * C::kValueUnits + u) * kUnitDims + (role.value_is_rope ? g : 2 * g);
-                write_two_dims(p, tile, head, first, role.value_is_rope, weight.apply(acc.out[u], n, i) * factor, weight.apply(acc.out[u], n, 2 + i) * factor);
+                const auto dims = TwoDims::make<C>(p, tile, head, role.value_warp * C::kValueUnits + u, lane / 4);
+                dims.write(p, weight.apply(acc.out[u], n, i) * factor, weight.apply(acc.out[u], n, 2 + i) * factor);
             }
         }
     }
 }
 
-// Adds up what the splits have sent of some words of the CTA's own units: `at`, those of the first split.
-template <class C, int kWords>
-__device__ __forceinline__ void add_splits(float (&sum)[C::kHeadGroups * kWords], uint32_t at, SplitsOfTile splits) {
-    const uint32_t stride = splits.incoming_offset<C>(1, 0);
-#pragma unroll 4
-    for (int s = 0; s < splits.count; ++s) {
-        uint32_t words[4];
-        if constexpr (kWords == 1) {
-            words[0] = ptx::ld_shared_u32(at + s * stride);
-        } else {
-            const uint4 v = ptx::ld_shared_v4(at + s * stride);
-            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-        }
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            if constexpr (C::kHeadGroups == 1) sum[i] += __uint_as_float(words[i]);
-            else sum[2 * i] += ptx::f32_of_bf16_lo(words[i]), sum[2 * i + 1] += ptx::f32_of_bf16_hi(words[i]);
-        }
-    }
-}
-
-// Adds up the CTA's own units and writes them: dims 2g and 2g + 1 in an e4m3 unit, g and g + 8 in a RoPE unit. Of few units, a
-// thread takes a word of what lanes have sent, so that many work on it; else a thread takes all that a lane has sent.
+// A thread's part in adding up the CTA's own units and writing them: what a lane has sent of a unit, two dims of some heads.
 template <class C>
-__device__ __forceinline__ void write_units(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
-    const int units = splits.own_units<C>();
-    auto write = [&](int local, int lane, int head, float a, float b) {
-        const int unit = splits.own_unit(local);
-        const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
-        const int dim = is_rope ? lane / 4 : lane / 4 * 2;
-        if (head < tile.heads) {
-            const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
-            write_two_dims(p, tile, head, unit * kUnitDims + dim, is_rope, a * factor, b * factor);
-        }
-        if (C::kSkipsZeros && tile.zero_tiles != 0 && head == 0) {   // all rows are the zero row
-            const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + dim);
-            ptx::st_shared_f32(to, a);
-            ptx::st_shared_f32(to + (is_rope ? 32 : 4), b);
-        }
-    };
-    auto incoming = [&](int local) { return shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local); };
-    if (units <= C::kThreads / 128) {
-        const int local = threadIdx.x / 128, word = threadIdx.x % 128, lane = word / 4, i = word % 4, t = lane % 4;
-        if (local >= units) return;
-        float sum[C::kHeadGroups] = {};
-        add_splits<C, 1>(sum, incoming(local) + 4 * word, splits);
-        if constexpr (C::kHeadGroups == 1) {   // a word: dim i / 2 of head 2t + i % 2
-            const float second = __shfl_xor_sync(0xffffffffu, sum[0], 2);
-            if (i < 2) write(local, lane, 2 * t + i, sum[0], second);
-        } else {                               // dim i % 2 of heads 2t and 2t + 1 of group i / 2: one thread writes the one, one the other
-            const bool is_second = i % 2 != 0;
-            const float given = __shfl_xor_sync(0xffffffffu, is_second ? sum[0] : sum[1], 1);
-            write(local, lane, 8 * (i / 2) + 2 * t + i % 2, is_second ? given : sum[0], is_second ? sum[1] : given);
-        }
-        return;
-    }
-    for (int i = threadIdx.x; i < units * 32; i += C::kThreads) {
-        const int local = i / 32, lane = i % 32, t = lane % 4;
-        float sum[C::kHeadGroups * 4] = {};   // [group][dim][head]
-        add_splits<C, 4>(sum, incoming(local) + 16 * lane, splits);
+struct UnitPart {
+    int local, first_head;
+    uint32_t incoming;
+    TwoDims dims[C::kHeadGroups][2];   // of heads 8 n + 2t and + 2t + 1
+    float factor[C::kHeadGroups][2];
+    bool exists[C::kHeadGroups][2];
+
+    // Part number i, before there is anything to add up.
+    __device__ __forceinline__ UnitPart(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits, int i) {
+        const int lane = i % 32;
+        local = i / 32, first_head = 2 * (lane % 4);
+        incoming = shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local) + 16 * lane;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j) write(local, lane, 8 * n + 2 * t + j, sum[4 * n + j], sum[4 * n + 2 + j]);
+            for (int j = 0; j < 2; ++j) {
+                const int head = 8 * n + first_head + j;
+                exists[n][j] = head < tile.heads;
+                dims[n][j] = TwoDims::make<C>(p, tile, head, splits.own_unit(local), lane / 4);
+                factor[n][j] = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
+            }
         }
     }
-}
 
-// After write_units and a barrier of the CTA: the zero row's result for the skipped tiles. A thread takes 8 dims of some heads.
+    __device__ __forceinline__ void add_and_write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) const {
+        const uint32_t stride = splits.incoming_offset<C>(1, 0);
+        float sum[C::kHeadGroups][2][2] = {};   // [group][dim][head]
+#pragma unroll 4
+        for (int s = 0; s < splits.count; ++s) {
+            const uint4 v = ptx::ld_shared_v4(incoming + s * stride);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (C::kHeadGroups == 1) {
+                    sum[0][i / 2][i % 2] += __uint_as_float(words[i]);
+                } else {
+                    sum[i / 2][i % 2][0] += ptx::f32_of_bf16_lo(words[i]), sum[i / 2][i % 2][1] += ptx::f32_of_bf16_hi(words[i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (exists[n][j]) dims[n][j].write(p, sum[n][0][j] * factor[n][j], sum[n][1][j] * factor[n][j]);
+            }
+        }
+        if (C::kSkipsZeros && tile.zero_tiles != 0 && first_head == 0) {   // all rows are the zero row
+            const int dim = static_cast<int>(dims[0][0].to - tile.out) - splits.own_unit(local) * kUnitDims;
+            const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + dim);
+            ptx::st_shared_f32(to, sum[0][0][0]);
+            ptx::st_shared_f32(to + (dims[0][0].is_rope ? 32 : 4), sum[0][1][0]);
+        }
+    }
+};
+
+// After all units and a barrier of the CTA: the zero row's result for the skipped tiles. A thread takes 8 dims of some heads.
 template <class C>
 __device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
     const int chunks = splits.own_units<C>() * (kUnitDims / 8);   // of 8 dims, up to 64

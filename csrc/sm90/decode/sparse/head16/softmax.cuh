@@ -76,50 +76,58 @@ struct Softmax {
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
-    // The log-sum-exps of the own heads to every other CTA of the cluster, and the row's exponent to the own one, seen after its next
+    // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen after its next
     // barrier. By half a warp a head, a lane a split.
     __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) {
         const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) sum[i] = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
-        const float total = lane_owns(lane) == 0 ? sum[0] : sum[C::kOwnHeads - 1];
-        own = lane_owns(lane) == 0 ? reference[0] : reference[C::kOwnHeads - 1];
-        if (total == 0.f) own = -INFINITY;   // no key
-        lse = own + ptx::lg2(total);
-        const uint32_t at = peer_lse(shared, warp, lane) + 4 * splits.rank;
-        if (lane_owns(lane) < C::kOwnHeads && split < splits.count && split != splits.rank) {
-            ptx::st_async(ptx::mapa(at, split), lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
-        }
+        const bool second = lane >= kMaxSplits && C::kOwnHeads == 2;
+        const float total = second ? sum[C::kOwnHeads - 1] : sum[0];
+        own_reference = total == 0.f ? -INFINITY : second ? reference[C::kOwnHeads - 1] : reference[0];   // -inf: no key
+        const float lse = own_reference + ptx::lg2(total);
+        const uint32_t at = splits_of_head(shared, warp, lane) + 4 * splits.rank;
+        if (split == splits.rank) ptx::st_shared_f32(at, lse);   // memcheck takes a cluster of one CTA for none
+        else if (split < splits.count && (second || lane < kMaxSplits)) ptx::st_async(ptx::mapa(at, split), lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
+        __syncwarp();
     }
 
-    // When those of the other CTAs have come: what this split's results count in those of all splits, and the log-sum-exp over
-    // all, base 2, +inf without keys. The same in every lane of a half.
-    struct Merged {
-        int head;
-        float share, lse;
-    };
-    __device__ __forceinline__ Merged merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
-        const int split = lane % kMaxSplits;
-        float x = lse;
-        if (split != splits.rank) x = split < splits.count ? ptx::ld_shared_f32(peer_lse(shared, warp, lane) + 4 * split) : -INFINITY;
-        float largest = fmaxf(x, -FLT_MAX);   // finite also where no split has a key
+    // When those of the other CTAs have come: what this split's results count in those of all splits, to shared memory, and the
+    // log-sum-exp over all, base 2, +inf without keys. The same in every lane of a half.
+    __device__ __forceinline__ float merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
+        constexpr int kFours = kMaxSplits / 4;
+        float x[kFours][4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
 #pragma unroll
-        for (int step = kMaxSplits / 2; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-        float total = ptx::ex2_ftz(x - largest);
+        for (int i = 0; i < kFours; ++i) {
+            if (4 * i >= splits.count) break;
+            const uint4 v = ptx::ld_shared_v4(splits_of_head(shared, warp, lane) + 16 * i);
+            x[i][0] = __uint_as_float(v.x), x[i][1] = __uint_as_float(v.y), x[i][2] = __uint_as_float(v.z), x[i][3] = __uint_as_float(v.w);
 #pragma unroll
-        for (int step = kMaxSplits / 2; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
-        const float all = total == 0.f ? INFINITY : largest + ptx::lg2(total);
-        return {head_of_lane(warp, lane), own == -INFINITY ? 0.f : ptx::ex2(own - all), all};
+            for (int j = 1; j < 4; ++j) x[i][j] = 4 * i + j < splits.count ? x[i][j] : -INFINITY;
+            largest = fmaxf(fmaxf(largest, fmaxf(x[i][0], x[i][1])), fmaxf(x[i][2], x[i][3]));
+        }
+#pragma unroll
+        for (int i = 0; i < kFours; ++i) {
+            if (4 * i >= splits.count) break;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[i][j] = ptx::ex2_ftz(x[i][j] - largest);
+            total += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
+        }
+        const float share = own_reference == -INFINITY ? 0.f : __fdividef(ptx::ex2(own_reference - largest), total);
+        if (is_first_of_head(lane)) ptx::st_shared_f32(shared + C::kShareOffset + 4 * head_of_lane(warp, lane), share);
+        return total == 0.f ? INFINITY : largest + ptx::lg2(total);
     }
+    __device__ __forceinline__ static int head_of_lane(int warp, int lane) {
+        return warp + (C::kOwnHeads == 2 ? lane / kMaxSplits * C::kScoreWarps : 0);
+    }
+    __device__ __forceinline__ static bool is_first_of_head(int lane) { return lane == 0 || (C::kOwnHeads == 2 && lane == kMaxSplits); }
 
    private:
-    float own, lse;   // of the lane's half: {reference, log-sum-exp} of this split, -inf without keys
+    float own_reference;   // of the lane's half of the warp
 
     static_assert(kMaxSplits == 16);
-    __device__ __forceinline__ static int lane_owns(int lane) { return lane / kMaxSplits; }
-    __device__ __forceinline__ static int head_of_lane(int warp, int lane) { return warp + min(lane_owns(lane), C::kOwnHeads - 1) * C::kScoreWarps; }
-    __device__ __forceinline__ static uint32_t peer_lse(uint32_t shared, int warp, int lane) {
+    __device__ __forceinline__ static uint32_t splits_of_head(uint32_t shared, int warp, int lane) {
         return shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of_lane(warp, lane);
     }
 

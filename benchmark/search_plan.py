@@ -126,7 +126,7 @@ def chosen_plan(point: Point) -> Choice:
 def candidates(point: Point, everything: bool = False) -> list[Choice]:
     """Every admissible choice that may be the best one; all admissible ones if `everything`."""
     choices = map(Choice._make, itertools.product(HEAD_TILES, SPLITS, BLOCK_KEYS))
-    admissible = [choice for choice in choices if choice.head_tile == 8 or choice.block_keys == 64]
+    admissible = [choice for choice in choices if choice.head_tile < 64 or choice.block_keys == 64]
     return [choice for choice in admissible if everything or worth_timing(point, choice)]
 
 
@@ -136,7 +136,7 @@ def worth_timing(point: Point, choice: Choice) -> bool:
     - A tile of 16 rows for up to 8 heads or for more than 16, one of 64 for up to 16: `plan.h` has no such choice.
     - Keys per split below 8: eight rows of an instruction's fragment would have no key.
     - Blocks of 64 keys, where 32 are to be had, and a split has at most 32: half of a block is always empty.
-    - More than 8 CTAs an SM in all, and more than 2 splits: the SMs are full several times over
+    - More than 4 CTAs an SM in all, and more than 2 splits: the SMs are full several times over
       at half the splits, which merge less.
     - 256 keys a split or more where twice the splits would still leave half of the SMs idle: they
       would halve the chain of blocks at no cost but a slightly wider merge.
@@ -148,9 +148,9 @@ def worth_timing(point: Point, choice: Choice) -> bool:
         return False
     if splits > 1 and keys < 8:
         return False
-    if head_tile == 8 and block_keys > 32 and keys <= 32:
+    if head_tile < 64 and block_keys > 32 and keys <= 32:
         return False
-    if splits > 2 and ctas > 8 * point.num_sms:
+    if splits > 2 and ctas > 4 * point.num_sms:
         return False
     can_double = 2 * splits <= max(SPLITS)
     return not (can_double and 4 * ctas <= point.num_sms and keys >= 256)

@@ -7,7 +7,7 @@
 //
 // where a wave is as many clusters as the GPU holds at once. Clusters do not cross GPCs, so a wave has room for fewer
 // than the SM count suggests, and one cluster too many costs a whole wave: this decides most choices. Every (head_tile,
-// splits, block_keys) is tried, 48 candidates at most, and the cheapest taken: a microsecond or two of host time. The
+// splits, block_keys) is tried, 64 candidates at most, and the cheapest taken: a microsecond or two of host time. The
 // constants are fitted to times on one H200; benchmark/search_plan.py measures the candidates for 8 and 16 heads and prints what
 // the model's choice loses to the best.
 #pragma once
@@ -21,23 +21,20 @@ namespace flash_mla {
 struct Plan {
     int head_tile;   // rows of q that a CTA works on
     int splits;      // CTAs (one cluster) that share the keys of a token and head tile
-    int block_keys;  // keys that a CTA holds at a time: 32 with 8 warps, 64 with 16
+    int block_keys;  // keys that a CTA works on at a time: 32 or 64
 };
 
 inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are non-portable, and available on SM90
 
-// Clusters of `splits` CTAs that run at once with `ctas_per_sm` on an SM, 0 if not even one. GPC sizes differ from chip to
-// chip, and a plan follows from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs
-// behaved as GPCs of 18, 17, five of 16, one of 8 and some rest; with two CTAs on an SM the first two hold 35 each, and a
-// cluster of more CTAs than SMs found no place in the small one (10 splits: 21 clusters at once, not 22; 16: 14, not 15).
-inline int64_t concurrent_clusters(int splits, int ctas_per_sm, int num_sms) {
-    if (splits == 1) return int64_t{num_sms} * ctas_per_sm;
+// Clusters of `splits` CTAs that run at once, a CTA an SM, 0 if not even one. GPC sizes differ from chip to chip, and a plan follows
+// from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs behaved as GPCs of 18, 17,
+// five of 16, one of 8 and some rest.
+inline int64_t concurrent_clusters(int splits, int num_sms) {
+    if (splits == 1) return num_sms;
     const int gpcs = num_sms / 18, large = std::min(gpcs, 2);
     const int left = num_sms - 16 * gpcs - 2 * large, small = std::min(left, 8), rest = left - small;
-    auto in_gpc = [&](int ctas) { return ctas / splits; };
-    const int first = in_gpc(ctas_per_sm == 1 ? 18 : 35), second = in_gpc(ctas_per_sm == 1 ? 17 : 35);
-    return (large > 0 ? first : 0) + (large > 1 ? second : 0) + (gpcs - large) * in_gpc(16 * ctas_per_sm) +
-           (splits <= small ? in_gpc(small * ctas_per_sm) : 0) + (splits == 2 ? in_gpc(rest * ctas_per_sm) : 0);
+    return (large > 0 ? 18 / splits : 0) + (large > 1 ? 17 / splits : 0) + (gpcs - large) * (16 / splits) + small / splits +
+           (splits == 2 ? rest / splits : 0);
 }
 
 // Whether tiles of zero rows are skipped. Nobody pads to 16 heads or fewer.
@@ -48,19 +45,13 @@ inline int64_t tiles_of_token(int head_tile, int64_t heads) {
     return (heads + head_tile - 1) / head_tile + (skips_zeros(head_tile, heads) ? 1 : 0);
 }
 
-// How many CTAs are to share an SM. Two with blocks of 32 keys; but if all clusters find a place with one CTA an SM, that is what
-// they get, as the GPU would put some beside each other and leave other SMs empty.
-inline int ctas_per_sm(const Plan& plan, int64_t clusters, int num_sms) {
-    return plan.block_keys == 64 || clusters <= concurrent_clusters(plan.splits, 1, num_sms) ? 1 : 2;
-}
-
 // How a number of clusters of `splits` CTAs comes to run.
 struct Waves {
     double count, ctas_an_sm;   // the SMs' load in a full wave; count is infinite if not even one cluster fits
 };
 
-inline Waves waves_of(int64_t clusters, int splits, int ctas_per_sm, int num_sms) {
-    const int64_t at_once = concurrent_clusters(splits, ctas_per_sm, num_sms);
+inline Waves waves_of(int64_t clusters, int splits, int num_sms) {
+    const int64_t at_once = concurrent_clusters(splits, num_sms);
     if (at_once == 0) return {std::numeric_limits<double>::infinity(), 0.0};
     return {static_cast<double>((clusters + at_once - 1) / at_once),
             static_cast<double>(std::min(clusters, at_once) * splits) / num_sms};
@@ -73,21 +64,21 @@ inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
     return static_cast<double>((in_split + in_block - 1) / in_block);
 }
 
-// Estimated microseconds of `clusters` tiles of 8 or 16 rows, `per_sm` CTAs an SM. `restart`: what a further wave costs besides
-// its blocks. CTAs that share an SM wait for each other, and all SMs share the memory's bandwidth.
-inline double small_tiles_us(const Plan& plan, int64_t clusters, int per_sm, int64_t width, int num_sms, double restart) {
+// Estimated microseconds of `clusters` tiles of 8 or 16 rows. `restart`: what a further wave costs besides its blocks. All SMs share
+// the memory's bandwidth.
+inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms, double restart) {
     const double blocks = blocks_of_longest_split(width, plan);
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
-    const Waves waves = waves_of(clusters, plan.splits, per_sm, num_sms);
-    const double start = 2.82 + 0.22 * waves.ctas_an_sm + (per_sm > 1 ? 0.57 : 0.0) + (large_blocks ? 0.93 : 0.0) + (wide ? 0.99 : 0.0);
-    const double merge = plan.splits == 1 ? 0.0 : (wide ? 0.07 : 0.06) * plan.splits;
-    const double block = (large_blocks ? (wide ? 2.06 : 1.53) : 1.19) + (per_sm > 1 ? 0.28 : 0.0) + (large_blocks ? 0.39 : 0.13) * waves.ctas_an_sm;
+    const Waves waves = waves_of(clusters, plan.splits, num_sms);
+    const double start = 2.6 + 0.3 * waves.ctas_an_sm + (large_blocks ? 0.4 : 0.0) + (wide ? 0.3 : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : 0.3 + 0.05 * plan.splits;
+    const double block = (large_blocks ? (wide ? 1.2 : 1.1) : (wide ? 1.0 : 0.8)) + (large_blocks ? 0.5 : 0.25) * waves.ctas_an_sm;
     return start + merge + waves.count * blocks * block + (waves.count - 1) * restart;
 }
 
 // The same of tiles of 64 rows, a CTA an SM: another wave costs a whole start.
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
-    const Waves waves = waves_of(clusters, plan.splits, 1, num_sms);
+    const Waves waves = waves_of(clusters, plan.splits, num_sms);
     const double merge = plan.splits == 1 ? 0.0 : 3.3 + 0.08 * plan.splits + 0.64 * std::max(0, plan.splits - 12);
     return 5.2 + 2.0 * waves.ctas_an_sm + merge + waves.count * blocks_of_longest_split(width, plan) * 2.1 + (waves.count - 1) * 9.0;
 }
@@ -113,12 +104,13 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
     auto try_tile = [&](int head_tile, int block_keys) {
         const int64_t clusters = tokens * tiles_of_token(head_tile, heads);
         choose_splits(best, head_tile, block_keys, [&](const Plan& plan) {
-            return small_tiles_us(plan, clusters, ctas_per_sm(plan, clusters, num_sms), width, num_sms, 3.46);
+            return small_tiles_us(plan, clusters, width, num_sms, 3.46);
         });
     };
-    try_tile(8, 32);
-    try_tile(8, 64);
-    if (heads > 8) try_tile(16, 64);
+    for (int block_keys : {32, 64}) {
+        try_tile(8, block_keys);
+        if (heads > 8) try_tile(16, block_keys);
+    }
     return best.plan;
 }
 
@@ -133,8 +125,7 @@ inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sm
     const int64_t clusters = tokens * tiles_of_token(8, heads);
     for (int block_keys : {32, 64}) {
         choose_splits(best, 8, block_keys, [&](const Plan& plan) {
-            const int per_sm = ctas_per_sm(plan, clusters, num_sms);
-            auto us = [&](int64_t working) { return small_tiles_us(plan, working, per_sm, width, num_sms, 2.55) + 0.6; };
+            auto us = [&](int64_t working) { return small_tiles_us(plan, working, width, num_sms, 2.55) + 0.6; };
             const double real = us(clusters);
             if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
             if (heads != 64) return real;

@@ -64,23 +64,21 @@ inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
     return static_cast<double>((in_split + in_block - 1) / in_block);
 }
 
-// Estimated microseconds of `clusters` tiles of 8 or 16 rows. `restart`: what a further wave costs besides its blocks. All SMs share
-// the memory's bandwidth.
-inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms, double restart) {
-    const double blocks = blocks_of_longest_split(width, plan);
+// Estimated microseconds of `clusters` tiles of 8 or 16 rows. All SMs share the memory's bandwidth.
+inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double start = 2.6 + 0.3 * waves.ctas_an_sm + (large_blocks ? 0.4 : 0.0) + (wide ? 0.3 : 0.0);
-    const double merge = plan.splits == 1 ? 0.0 : 0.3 + 0.05 * plan.splits;
-    const double block = (large_blocks ? (wide ? 1.2 : 1.1) : (wide ? 1.0 : 0.8)) + (large_blocks ? 0.5 : 0.25) * waves.ctas_an_sm;
-    return start + merge + waves.count * blocks * block + (waves.count - 1) * restart;
+    const double start = 2.75 + 0.42 * waves.ctas_an_sm + (large_blocks ? 0.28 : 0.0) + (wide ? 0.53 : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : 0.34 + 0.05 * plan.splits;
+    const double block = large_blocks ? (wide ? 1.19 : 1.04) + 0.52 * waves.ctas_an_sm : (wide ? 0.80 : 0.69) + 0.17 * waves.ctas_an_sm;
+    return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 2.97;
 }
 
-// The same of tiles of 64 rows, a CTA an SM: another wave costs a whole start.
+// The same of tiles of 64 rows.
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double merge = plan.splits == 1 ? 0.0 : 3.3 + 0.08 * plan.splits + 0.64 * std::max(0, plan.splits - 12);
-    return 5.2 + 2.0 * waves.ctas_an_sm + merge + waves.count * blocks_of_longest_split(width, plan) * 2.1 + (waves.count - 1) * 9.0;
+    const double merge = plan.splits == 1 ? 0.0 : 1.9 + 0.35 * std::max(0, plan.splits - 12);
+    return 5.3 + 1.2 * waves.ctas_an_sm + merge + waves.count * blocks_of_longest_split(width, plan) * 2.18 + (waves.count - 1) * 7.2;
 }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.
@@ -104,7 +102,7 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
     auto try_tile = [&](int head_tile, int block_keys) {
         const int64_t clusters = tokens * tiles_of_token(head_tile, heads);
         choose_splits(best, head_tile, block_keys, [&](const Plan& plan) {
-            return small_tiles_us(plan, clusters, width, num_sms, 3.46);
+            return small_tiles_us(plan, clusters, width, num_sms);
         });
     };
     for (int block_keys : {32, 64}) {
@@ -116,8 +114,7 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
 
 // More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
 // cannot look at q. So for 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two
-// cases, and a choice that would make real heads wait 1.3 times as long as tiles of 64 rows is not taken. Tiles that skip
-// zeros take a little longer; a further wave costs less, as the tiles of a token find each other's keys in L2.
+// cases, and a choice that would make real heads wait 1.4 times as long as tiles of 64 rows is not taken.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
     Choice large{{64, 1, 64}};
     choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * tiles_of_token(64, heads), width, num_sms); });
@@ -125,9 +122,9 @@ inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sm
     const int64_t clusters = tokens * tiles_of_token(8, heads);
     for (int block_keys : {32, 64}) {
         choose_splits(best, 8, block_keys, [&](const Plan& plan) {
-            auto us = [&](int64_t working) { return small_tiles_us(plan, working, width, num_sms, 2.55) + 0.6; };
+            auto us = [&](int64_t working) { return small_tiles_us(plan, working, width, num_sms); };
             const double real = us(clusters);
-            if (real > 1.3 * large.us) return std::numeric_limits<double>::infinity();
+            if (real > 1.4 * large.us) return std::numeric_limits<double>::infinity();
             if (heads != 64) return real;
             constexpr int kPaddedTiles = 3;   // 16 real heads, and the zero row
             const double padded = us(tokens * kPaddedTiles);

@@ -22,7 +22,7 @@ class Plan:
 
     head_tile: rows of q (heads of one token) that a CTA works on.
     splits: CTAs, one thread-block cluster, that share the keys of a token and merge in the same launch.
-    block_keys: keys that a CTA works on at a time: 64 by 16 warps, or, with a head tile of 8, 32 by 8 warps.
+    block_keys: keys that a CTA works on at a time: 64, or, with a head tile of 8 or 16, 32.
     reason: what the choice followed from.
     """
 
@@ -76,7 +76,7 @@ class FlashMLASchedMeta:
     def force_plan(self, *, splits: int, block_keys: int = 64, head_tile: int = 8) -> "FlashMLASchedMeta":
         """For experiments: take this plan instead of the library's choice. Before the first call; returns self.
 
-        splits: 1..16. head_tile: 8, 16 or 64. block_keys: 64, or 32 with head_tile 8. Any head_tile takes any number
+        splits: 1..16. head_tile: 8, 16 or 64. block_keys: 64, or 32 with head_tile 8 or 16. Any head_tile takes any number
         of heads. The operator refuses other values.
 
         Raises RuntimeError if a call has used the object already, ValueError if a number is not an int.

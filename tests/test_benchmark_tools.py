@@ -420,7 +420,7 @@ def test_every_point_keeps_candidates_of_few_and_of_many_splits():
             for heads in search_plan.HEADS:
                 point = Point(tokens, width, heads, 132)
                 kept = search_plan.candidates(point)
-                assert 2 <= len(kept) <= len(search_plan.candidates(point, everything=True)) == 64
+                assert 2 <= len(kept) <= len(search_plan.candidates(point, everything=True)) == 80
 
 
 def test_candidates_left_out():
@@ -429,7 +429,7 @@ def test_candidates_left_out():
     assert not search_plan.worth_timing(Point(128, 640, 8, 132), Choice(8, 16, 32))  # 2048 CTAs
     assert not search_plan.worth_timing(Point(1, 4096, 8, 132), Choice(8, 1, 64))  # 131 idle SMs
     assert not search_plan.worth_timing(Point(1, 128, 8, 132), Choice(16, 2, 64))  # 8 rows too many
-    assert search_plan.worth_timing(Point(1, 128, 9, 132), Choice(16, 4, 64))
+    assert search_plan.worth_timing(Point(1, 128, 9, 132), Choice(16, 4, 32))
     assert not search_plan.worth_timing(Point(1, 128, 16, 132), Choice(64, 2, 64))
     assert search_plan.worth_timing(Point(1, 128, 64, 132), Choice(64, 2, 64))
     assert search_plan.worth_timing(Point(1, 128, 4, 132), Choice(8, 4, 32))  # no tile is smaller

@@ -151,7 +151,7 @@ def test_every_forced_plan_is_taken_or_refused():
     for head_tile, splits, block_keys in itertools.product((8, 16, 32, 64), (1, 16, 17), (16, 32, 64)):
         meta = flash_mla.FlashMLASchedMeta()
         meta.force_plan(head_tile=head_tile, splits=splits, block_keys=block_keys)
-        if (head_tile, block_keys) in [(8, 32), (8, 64), (16, 64), (64, 64)] and splits <= 16:
+        if (head_tile, block_keys) in [(8, 32), (8, 64), (16, 32), (16, 64), (64, 64)] and splits <= 16:
             case.check(meta)
         else:
             with pytest.raises(RuntimeError, match="tile_scheduler_metadata"):

@@ -19,21 +19,6 @@ __device__ __forceinline__ int live_groups(const SparseDecodeParams& p, int spli
 struct IndexLists {
     const int32_t *main, *extra;
     int main_length, extra_length;
-
-    // To and from shared memory.
-    static constexpr int kBytes = 24;
-    __device__ __forceinline__ void store(uint32_t to) const {
-        const uint64_t m = reinterpret_cast<uint64_t>(main), e = reinterpret_cast<uint64_t>(extra);
-        ptx::st_shared_v4(to, static_cast<uint32_t>(m), static_cast<uint32_t>(m >> 32), static_cast<uint32_t>(e), static_cast<uint32_t>(e >> 32));
-        ptx::st_shared_v2(to + 16, make_uint2(main_length, extra_length));
-    }
-    __device__ __forceinline__ void load(uint32_t from) {
-        const uint4 v = ptx::ld_shared_v4(from);
-        const uint2 lengths = ptx::ld_shared_v2(from + 16);
-        main = reinterpret_cast<const int32_t*>(static_cast<uint64_t>(v.y) << 32 | v.x);
-        extra = reinterpret_cast<const int32_t*>(static_cast<uint64_t>(v.w) << 32 | v.z);
-        main_length = lengths.x, extra_length = lengths.y;
-    }
 };
 
 __device__ __forceinline__ const int32_t* index_list(const KeySource& source, uint32_t batch, uint32_t row) {

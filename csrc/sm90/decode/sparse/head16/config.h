@@ -64,21 +64,21 @@ struct Config {
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
     static constexpr int kStageBytes = kKeys * kRowPitch;
     static_assert(kRowPitch % 32 == 16);
-    // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through behind them. When the
+    // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through the weights' place. When the
     // last block has been weighed, everything from the scores to the statistics is free to receive the partial results of
-    // the peers: [split][unit][dim][head] fp32, up to 45 units (the maximum over splits of splits * ceil(kUnits / splits),
+    // the peers: [split][unit][lane], 16 bytes each, up to 45 units (the maximum over splits of splits * ceil(kUnits / splits),
     // at 15).
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = 512;   // 16 bytes a lane, see send_partial
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
-    // f16 and in bf16; factors of V's scales, [scale row][key]; what has become of references. See shared_softmax.cuh.
+    // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
     static constexpr int kQuantizedRows = Record::kNumScales;
     static constexpr int kWeightBytes = kHeads * kKeys * 2;
     static constexpr int kFactorOffset = 2 * kWeightBytes;                          // from the place's start
     static constexpr int kHeadRescaleOffset = kFactorOffset + kQuantizedRows * kKeys * 2;   // [head]
-    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + kHeads * 4;                // [scale row], see RowUpdate
+    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + kHeads * 4;                // [scale row]: {rescale, whether weights are bf16}
     static constexpr int kUpdateFlagsOffset = (kRowUpdateOffset + kQuantizedRows * 8 + 15) / 16 * 16;   // [score warp]
     static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + kScoreWarps * 4;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes

@@ -44,8 +44,9 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
     if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
     tell_value_warps<C>();
-    if (splits.rank != 0 || !has_head) return;
-    const OutputTile tile = OutputTile::make<C>(p, shared, lane);
+    if (splits.rank != 0) return;
+    const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
+    if (!has_head) return;
     if (C::kSkipsZeros && is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads) {
         tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
     }

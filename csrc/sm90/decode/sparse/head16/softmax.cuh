@@ -48,10 +48,9 @@ __device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
     return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
 }
 
-// The value warps have accumulated in units of 2^(a head's reference + the largest exponent of a row of scales). If these move,
-// they multiply by 2^(old - new).
-
 // A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Lane l has columns l, l + 32, ... of a block.
+// The value warps accumulate in units of 2^(a head's reference + the largest exponent of a row of scales). If these move, they
+// multiply by 2^(old - new).
 template <class C>
 struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;

@@ -24,11 +24,4 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// True in one lane of the warp, which has to be whole.
-__device__ __forceinline__ bool elect_one() {
-    uint32_t elected;
-    asm volatile("{.reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-    return elected;
-}
-
 }  // namespace flash_mla::ptx

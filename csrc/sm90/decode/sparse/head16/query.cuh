@@ -1,5 +1,4 @@
-// Q as A fragments of the scores' matrix product: converted once, by the whole CTA, then kept in
-// registers.
+// Q as A fragments of the scores' matrix product: converted once, by the score warps together, then kept in registers.
 #pragma once
 #include "ptx/convert.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"

@@ -49,8 +49,8 @@ struct ScoreBuffer {
     }
 };
 
-// Writes one scale, as fp32 and as 2^exponent * mantissa with |mantissa| < 2: the exponent joins the score in the
-// exponent of P. A ue8m0 byte is a biased exponent and nothing else, 2^(e - 127).
+// Writes one scale, as fp32 and as 2^exponent * mantissa with |mantissa| < 2: V's scale
+// becomes a factor of P relative to the largest exponent. A ue8m0 byte is a biased exponent and nothing else, 2^(e - 127).
 template <class C>
 __device__ __forceinline__ void store_scale(uint32_t at, uint32_t scale, bool is_rope) {
     constexpr int kArray = C::kScaleArrayBytes;

@@ -14,10 +14,10 @@
 
 namespace flash_mla::sm90::head16 {
 
-// A weight is 2^(score + scale exponent - reference + bias). The reference is set to the largest exponent of a block when
-// that exceeds it by more than kSlack, so accumulators are rarely rescaled.
+// A weight is 2^(score - reference + bias), with scores in powers of two. The reference is set to the largest score of a block
+// when that exceeds it by more than kSlack, so accumulators are rarely rescaled.
 //
-// For e4m3, weights are f16 and stay at or below 2^14 (2^15 with a mantissa). f16 then keeps full precision down to 2^-28
+// For e4m3, weights are f16 and stay at or below 2^14 (2^15 times a mantissa). f16 then keeps full precision down to 2^-28
 // of the largest weight and reaches 2^-38 of it; the e4m3 values that they multiply span 2^18. For RoPE, weights are bf16
 // and small, as the values may be anything that bf16 holds and their sum must stay finite.
 inline constexpr float kBias = 6.f, kRopeBias = -16.f;

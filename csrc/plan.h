@@ -47,7 +47,7 @@ inline int64_t tiles_of_token(int head_tile, int64_t heads) {
 
 // How a number of clusters of `splits` CTAs comes to run.
 struct Waves {
-    double count, ctas_an_sm;   // the SMs' load in a full wave; count is infinite if not even one cluster fits
+    double count, load;   // CTAs over SMs in a full wave; count is infinite if not even one cluster fits
 };
 
 inline Waves waves_of(int64_t clusters, int splits, int num_sms) {
@@ -68,9 +68,9 @@ inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
 inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double start = 2.75 + 0.42 * waves.ctas_an_sm + (large_blocks ? 0.28 : 0.0) + (wide ? 0.53 : 0.0);
+    const double start = 2.75 + 0.42 * waves.load + (large_blocks ? 0.28 : 0.0) + (wide ? 0.53 : 0.0);
     const double merge = plan.splits == 1 ? 0.0 : 0.34 + 0.05 * plan.splits;
-    const double block = large_blocks ? (wide ? 1.19 : 1.04) + 0.52 * waves.ctas_an_sm : (wide ? 0.80 : 0.69) + 0.17 * waves.ctas_an_sm;
+    const double block = large_blocks ? (wide ? 1.19 : 1.04) + 0.52 * waves.load : (wide ? 0.80 : 0.69) + 0.17 * waves.load;
     return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 2.97;
 }
 
@@ -78,7 +78,7 @@ inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, 
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
     const double merge = plan.splits == 1 ? 0.0 : 1.9 + 0.35 * std::max(0, plan.splits - 12);
-    return 5.3 + 1.2 * waves.ctas_an_sm + merge + waves.count * blocks_of_longest_split(width, plan) * 2.18 + (waves.count - 1) * 7.2;
+    return 5.3 + 1.2 * waves.load + merge + waves.count * blocks_of_longest_split(width, plan) * 2.18 + (waves.count - 1) * 7.2;
 }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.

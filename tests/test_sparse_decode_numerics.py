@@ -262,6 +262,20 @@ def test_logits_near_1e4(record, offset, device):
     assert (case.reference()[1] / offset - 1).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("head_tile", [8, 16])
+@pytest.mark.parametrize("magnitude", [1e7, 1e9])
+def test_one_key_outweighs_all_others_by_far(record, magnitude, head_tile, splits, device):
+    """Logits so large that a reference plus a few says nothing: out is the key's V, not a multiple of it."""
+    case = make_case(3, 1, head_tile, 200, record=record, device=device)
+    case.sm_scale = magnitude
+    forced = flash_mla.FlashMLASchedMeta().force_plan(head_tile=head_tile, splits=splits)
+    out, lse = case.run(forced)
+    ref_out, ref_lse = case.reference()
+    assert_close_rownorm(out, ref_out)
+    torch.testing.assert_close(lse, ref_lse, rtol=LSE_REL, atol=0)
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-20, 1e-10, 1e-5, 1e5, 1e10, 1e20, 1e30])
 def test_magnitude_of_q(record, magnitude, device):
     """Keys compensate, so that the logits are those of the plain case and V is scaled."""

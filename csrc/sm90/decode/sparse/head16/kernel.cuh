@@ -79,6 +79,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     if (static_cast<int>(threadIdx.x) < sinks) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink);
 
     // Block by block.
+    const bool alone = splits.count == 1 && !work.is_zero_row;   // nothing to merge
     Stage stage;
     if (role.scores) {
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<C::kScoreRegisters>();
@@ -104,6 +105,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         if constexpr (C::kSkipsZeros) sync_score_warps<C>();   // the own nonzero tiles
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
         merge_sums<C>(p, softmax, shared_address, splits, work.is_zero_row, warp, lane);
+        if (alone) return;
         sync_score_warps<C>();   // the sinks' factors
         ptx::barrier_cluster_wait();
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
@@ -119,18 +121,16 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             WeightFragments<C> weights;
             feeder.ring.wait(stage);
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
-            const bool wide = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
-            const bool last = i + 1 == blocks;
-            if (last) ptx::barrier_cluster_arrive_relaxed();   // the weights' place, and all of its kind, is free to receive
-            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, wide);
-            if (last) break;
+            const bool as_bf16 = take_weights<C>(weights, acc, weight_place<C>(shared_address, stage), role, lane);
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, as_bf16);
+            if (i + 1 == blocks) break;
             sync_value_warps<C>();   // nobody needs the block any more
             feeder.copy(i + C::kStages, stage);
             stage = stage.next<C>();
         }
-        if (blocks == 0) ptx::barrier_cluster_arrive_relaxed();
+        ptx::barrier_cluster_arrive_relaxed();
         wait_for_score_warps<C>();
-        if (splits.count == 1 && !work.is_zero_row) {
+        if (alone) {
             write_alone<C>(p, acc, role, shared_address, lane);
             return;
         }
@@ -140,7 +140,6 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     }
 
     // Add up, and write.
-    if (splits.count == 1 && !work.is_zero_row) return;   // written
     const OutputTile tile = OutputTile::make<C>(p, shared_address, lane);
     const int parts = splits.own_units<C>() * 32;
     const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);

@@ -3,7 +3,7 @@
 // First the score warps of the splits tell each other their log-sum-exps, while the value warps still multiply their last block. So
 // each knows what its partial result counts, and sends it weighted: every CTA of the cluster owns some units (16 dims of all
 // heads), unit u belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count
-// towards a barrier of the owner, which then adds up what it got and writes it out. With one split all units are the CTA's own.
+// towards a barrier of the owner, which then adds up what it got and writes it out. With one split value warps write at once.
 #pragma once
 #include <cfloat>
 #include <cmath>

@@ -36,8 +36,7 @@ struct TileFlags {
     static constexpr uint32_t kTooWide = 1, kNonzero = 2;
     uint32_t bits;
 
-    // Of the score warps, which have loaded the tile. Where tiles may be skipped a barrier of the CTA, of all its warps, else one of
-    // the score warps.
+    // What the score warps, which have loaded the tile, have found. A barrier of theirs, or, where tiles may be skipped, of all warps.
     template <class C>
     __device__ __forceinline__ void share(uint32_t shared, int warp, int lane) {
         bits = __reduce_or_sync(0xffffffffu, bits);

@@ -7,7 +7,6 @@
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/config.h"
 #include "sm90/decode/sparse/keys.cuh"
 
@@ -71,11 +70,11 @@ struct Ring {
         } else {
 #pragma unroll 1
             for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
-            ptx::fence_proxy_async();   // the next block of this stage may bring a key
         }
         if constexpr (Record::kScalesAfterRows) ptx::cp_async_mbarrier_arrive(at);
         ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
         ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
+        if (!valid) ptx::fence_proxy_async();   // the next block of this stage may bring a key
     }
 };
 

@@ -33,7 +33,7 @@ constexpr float power_of_two(float exponent) {
 
 // The factor of V's scale is 2^(its exponent - the largest one of the CTA's keys so far). Where exponents have been further apart
 // than this, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From
-// then on the row's weights are bf16, and so are its values.
+// then on the row's weights are bf16, and so are its values. Keys whose scale is less than 2^-148 of the row's largest count nothing.
 inline constexpr float kScaleSpread = 8.f;
 
 // Where column c of 32 lies among B fragments of two k steps: lane (g, t) reads 16 bytes, of columns 2t, 2t + 1, 2t + 8,
@@ -84,11 +84,11 @@ struct Softmax {
         for (int i = 0; i < C::kOwnHeads; ++i) sum[i] = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
         const bool second = lane >= kMaxSplits && C::kOwnHeads == 2;
         const float total = second ? sum[C::kOwnHeads - 1] : sum[0];
-        own_reference = total == 0.f ? -INFINITY : second ? reference[C::kOwnHeads - 1] : reference[0];   // -inf: no key
-        const float lse = own_reference + ptx::lg2(total);
+        own_total = total;
+        own_lse = total == 0.f ? -INFINITY : (second ? reference[C::kOwnHeads - 1] : reference[0]) + ptx::lg2(total);   // -inf: no key
         const uint32_t at = splits_of_head(shared, warp, lane) + 4 * splits.rank;
-        if (split == splits.rank) ptx::st_shared_f32(at, lse);   // memcheck takes a cluster of one CTA for none
-        else if (split < splits.count && (second || lane < kMaxSplits)) ptx::st_async(ptx::mapa(at, split), lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
+        if (split == splits.rank) ptx::st_shared_f32(at, own_lse);   // memcheck takes a cluster of one CTA for none
+        else if (split < splits.count && (second || lane < kMaxSplits)) ptx::st_async(ptx::mapa(at, split), own_lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
         __syncwarp();
     }
 
@@ -113,7 +113,8 @@ struct Softmax {
             for (int j = 0; j < 4; ++j) x[i][j] = ptx::ex2_ftz(x[i][j] - largest);
             total += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
         }
-        const float share = own_reference == -INFINITY ? 0.f : __fdividef(ptx::ex2(own_reference - largest), total);
+        // Over the split's own sum: so the shares add up to 1 also where a log-sum-exp has lost the bits of its sum.
+        const float share = own_total == 0.f ? 0.f : __fdividef(ptx::ex2(own_lse - largest), total * own_total);
         if (is_first_of_head(lane)) ptx::st_shared_f32(shared + C::kShareOffset + 4 * head_of_lane(warp, lane), share);
         return total == 0.f ? INFINITY : largest + ptx::lg2(total);
     }
@@ -123,7 +124,7 @@ struct Softmax {
     __device__ __forceinline__ static bool is_first_of_head(int lane) { return lane == 0 || (C::kOwnHeads == 2 && lane == kMaxSplits); }
 
    private:
-    float own_reference;   // of the lane's half of the warp
+    float own_total, own_lse;   // of this split, of the lane's half of the warp
 
     static_assert(kMaxSplits == 16);
     __device__ __forceinline__ static uint32_t splits_of_head(uint32_t shared, int warp, int lane) {
@@ -158,10 +159,9 @@ struct Softmax {
                 moved = true;
             }
             if (lane == 0) ptx::st_shared_f32(place + C::kHeadRescaleOffset + 4 * (warp + i * C::kScoreWarps), rescale);
-            const float shift = kBias - reference[i];
 #pragma unroll
             for (int k = 0; k < kColumns; ++k) {
-                const float weight = ptx::ex2_ftz(s[i][k] + shift);
+                const float weight = ptx::ex2_ftz((s[i][k] - reference[i]) + kBias);   // in this order: both may be huge
                 sum[i] += weight;
                 ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k, ptx::cvt_f16x2_f32(weight, 0.f));
                 ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k + C::kWeightBytes, ptx::cvt_bf16x2_f32(weight * power_of_two(kRopeBias - kBias), 0.f));
@@ -185,19 +185,19 @@ struct Softmax {
         }
         const float previous = exponent;
         exponent = ptx::warp_max(largest);
-        const bool wide = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
+        const bool as_bf16 = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
         const uint32_t to = place + C::kFactorOffset + row * (kColumns * 64) + fragment_place(lane);
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
-            if (wide) {   // in the same units, though weights in bf16 are less
-                const float factor = ptx::ex2_ftz(e[k] - exponent) * (power_of_two(kBias - kRopeBias) * mantissa[k]);
+            if (as_bf16) {   // in the same units, though weights in bf16 are less
+                const float factor = ptx::ex2(e[k] - exponent + (kBias - kRopeBias)) * mantissa[k];
                 ptx::st_shared_u16(to + 64 * k, ptx::cvt_bf16x2_f32(factor, 0.f));
             } else {
                 ptx::st_shared_u16(to + 64 * k, ptx::cvt_f16x2_f32(ptx::ex2_ftz(e[k] - exponent) * mantissa[k], 0.f));
             }
         }
-        if (lane == 0) ptx::st_shared_f32x2(place + C::kRowUpdateOffset + 8 * row, {ptx::ex2_ftz(previous - exponent), wide ? 1.f : 0.f});
-        return (!first && exponent != previous) || wide;
+        if (lane == 0) ptx::st_shared_f32x2(place + C::kRowUpdateOffset + 8 * row, {ptx::ex2(previous - exponent), as_bf16 ? 1.f : 0.f});
+        return (!first && exponent != previous) || as_bf16;
     }
 };
 
@@ -208,11 +208,11 @@ __device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<
     constexpr int kPairs = C::kKeyGroups / 2;
     static_assert(C::kScoreWarps == 8);
     const uint4 flags0 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset), flags1 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset + 16);
-    bool wide = false;
+    bool as_bf16 = false;
     if ((flags0.x | flags0.y | flags0.z | flags0.w | flags1.x | flags1.y | flags1.z | flags1.w) != 0) {
         float2 row = {1.f, 0.f};
         if (!role.value_is_rope) row = ptx::ld_shared_f32x2(place + C::kRowUpdateOffset + 8 * role.value_scale_row);
-        wide = row.y != 0.f;
+        as_bf16 = row.y != 0.f;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {   // heads 2t and 2t + 1
             const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));
@@ -236,7 +236,7 @@ __device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<
     uint4 f[kPairs];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairs * 64) + 64 * pair + 16 * (lane % 4));
-    if (wide) {
+    if (as_bf16) {
         take(place + C::kWeightBytes, [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));
         });
@@ -245,7 +245,7 @@ __device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<
             return make_uint4(ptx::mul_f16x2(x.x, f[pair].x), ptx::mul_f16x2(x.y, f[pair].y), ptx::mul_f16x2(x.z, f[pair].z), ptx::mul_f16x2(x.w, f[pair].w));
         });
     }
-    return wide;
+    return as_bf16;
 }
 
 }  // namespace flash_mla::sm90::head16

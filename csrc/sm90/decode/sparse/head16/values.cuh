@@ -35,9 +35,9 @@ struct Accumulator {
     }
 
     // `value_at`: this lane's row, for ldmatrix, of the warp's first dims.
-    __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool wide) {
+    __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool as_bf16) {
         if (is_rope) multiply_bf16(w, value_at);
-        else if (wide) multiply_e4m3<true>(w, value_at);
+        else if (as_bf16) multiply_e4m3<true>(w, value_at);
         else multiply_e4m3<false>(w, value_at);
     }
 

@@ -92,10 +92,10 @@ def record(request):
 
 
 # Besides what the plan chooses, which is mostly tiles of 8 rows on blocks of 32 keys: (head_tile, splits).
-FORCED_TILES = [None, (8, 1), (8, 2), (16, 1), (64, 1)]
+FORCED_TILES = [None, (8, 1), (8, 2), (16, 1), (16, 2), (64, 1)]
 
 
-@pytest.fixture(params=FORCED_TILES, ids=["planned", "tile8", "tile8-splits2", "tile16", "tile64"])
+@pytest.fixture(params=FORCED_TILES, ids=["planned", "tile8", "tile8-splits2", "tile16", "tile16-splits2", "tile64"])
 def any_tile(request, monkeypatch):
     """Runs a test as planned, then with blocks of 64 keys in every tile, for calls without a plan of their own."""
     if request.param is not None:

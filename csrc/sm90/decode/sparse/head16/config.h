@@ -101,7 +101,11 @@ struct Config {
     static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
     static_assert(kShareOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kShareOffset + kHeads * 4;           // [head][split]
-    static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
+    // A tile of 16 rows sends partial results as 16-bit floats: [scale row][split], in which format. See PartialFormat.
+    static constexpr bool kSends16Bits = kHeadGroups == 2;
+    static constexpr int kFormatOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;
+    static constexpr int kFormatBytes = kSends16Bits ? kQuantizedRows * 4 : 0;   // from each split
+    static constexpr int kSinkOffset = kFormatOffset + kFormatBytes * kMaxSplits;  // [head of the tile or, for the zero row, of the token], base 2
     static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]

@@ -26,7 +26,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     if (threadIdx.x == 0) {
         feeder.ring.init_barriers();
         ptx::st_shared_u32(shared_address + C::kTokenOffset, token);
-        expect_peers<C>(shared_address, splits, work.is_zero_row ? 4 : 0);
+        expect_peers<C>(shared_address, splits, C::kFormatBytes + (work.is_zero_row ? 4 : 0));
     }
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();

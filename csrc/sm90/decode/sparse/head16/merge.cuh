@@ -71,22 +71,44 @@ struct PartialWeight {
     __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * share[n][i % 2] * power; }
 };
 
+// The SMs send each other 16 bytes a cycle, so a tile of 16 rows sends 16-bit floats. Of e4m3 dims f16, in units of the row's
+// largest scale, whose values are below 2^10 then; where scales are far apart, and of RoPE, bf16.
+struct PartialFormat {
+    float unit;   // 0: bf16
+
+    template <class C>
+    __device__ __forceinline__ static PartialFormat of(uint32_t shared, int scale_row, bool is_rope, int split) {
+        return {is_rope ? 0.f : ptx::ld_shared_f32(shared + C::kFormatOffset + 4 * (scale_row * kMaxSplits + split))};
+    }
+    __device__ __forceinline__ float2 unpack(uint32_t pair) const {
+        const float2 f16 = ptx::cvt_f32x2_f16x2(pair), bf16 = {ptx::f32_of_bf16_lo(pair), ptx::f32_of_bf16_hi(pair)};
+        return unit != 0.f ? make_float2(f16.x * unit, f16.y * unit) : bf16;
+    }
+};
+
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit, two dims of its heads. Of 8 heads in
-// fp32; of 16 rounded to bf16, which adds about what the rounding of the result costs: the SMs send each other 16 bytes a cycle.
+// fp32, of 16 as pairs of 16-bit floats.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
-    const PartialWeight<C> weight(role, shared, lane);
+    PartialWeight<C> weight(role, shared, lane);
+    bool as_f16 = false;
+    if constexpr (C::kSends16Bits) {
+        as_f16 = PartialFormat::of<C>(shared, role.value_scale_row, role.value_is_rope, splits.rank).unit != 0.f;
+        if (as_f16) weight.power = 1.f;
+    }
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
         const int unit = role.value_warp * C::kValueUnits + u, owner = splits.owner(unit);
         const uint32_t at = shared + C::kIncomingOffset + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * lane;
         auto v = [&](int n, int i) { return weight.apply(acc.out[u], n, i); };
         float4 bytes;
-        if constexpr (C::kHeadGroups == 1) {
-            bytes = {v(0, 0), v(0, 1), v(0, 2), v(0, 3)};
-        } else {
-            auto pair = [&](int n, int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v(n, i), v(n, i + 1))); };
+        if constexpr (C::kSends16Bits) {
+            auto pair = [&](int n, int i) {
+                return __uint_as_float(as_f16 ? ptx::cvt_f16x2_f32(v(n, i), v(n, i + 1)) : ptx::cvt_bf16x2_f32(v(n, i), v(n, i + 1)));
+            };
             bytes = {pair(0, 0), pair(0, 2), pair(1, 0), pair(1, 2)};
+        } else {
+            bytes = {v(0, 0), v(0, 1), v(0, 2), v(0, 3)};
         }
         send<C>(bytes, at, owner, shared, splits);
     }
@@ -158,17 +180,21 @@ struct UnitPart {
 
     __device__ __forceinline__ void add_and_write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) const {
         const uint32_t stride = splits.incoming_offset<C>(1, 0);
+        const int scale_row = splits.own_unit(local) * kUnitDims / (kTileDims * C::kTilesPerScale);
         float sum[C::kHeadGroups][2][2] = {};   // [group][dim][head]
 #pragma unroll 4
         for (int s = 0; s < splits.count; ++s) {
             const uint4 v = ptx::ld_shared_v4(incoming + s * stride);
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            PartialFormat format;
+            if constexpr (C::kSends16Bits) format = PartialFormat::of<C>(shared, scale_row, dims[0][0].is_rope, s);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if constexpr (C::kHeadGroups == 1) {
-                    sum[0][i / 2][i % 2] += __uint_as_float(words[i]);
+                if constexpr (C::kSends16Bits) {
+                    const float2 pair = format.unpack(words[i]);
+                    sum[i / 2][i % 2][0] += pair.x, sum[i / 2][i % 2][1] += pair.y;
                 } else {
-                    sum[i / 2][i % 2][0] += ptx::f32_of_bf16_lo(words[i]), sum[i / 2][i % 2][1] += ptx::f32_of_bf16_hi(words[i]);
+                    sum[0][i / 2][i % 2] += __uint_as_float(words[i]);
                 }
             }
         }

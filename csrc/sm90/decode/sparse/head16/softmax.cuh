@@ -56,12 +56,13 @@ struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;
     float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
     float exponent, least;                              // the row's largest; the least of those that the lane has seen
+    bool as_bf16;                                       // the row's exponents have been far apart
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
-        exponent = -FLT_MAX, least = FLT_MAX;
+        exponent = -FLT_MAX, least = FLT_MAX, as_bf16 = false;
     }
 
     // Behind a barrier of the score warps, behind the block's scores.
@@ -75,8 +76,8 @@ struct Softmax {
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
-    // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen after its next
-    // barrier. By half a warp a head, a lane a split.
+    // The log-sum-exps of the own heads to every CTA of the cluster, by half a warp a head, a lane a split; so with the format of
+    // partial results. And the row's exponent to the own CTA, seen after its next barrier.
     __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) {
         const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
@@ -86,6 +87,12 @@ struct Softmax {
         const float total = second ? sum[C::kOwnHeads - 1] : sum[0];
         own_total = total;
         own_lse = total == 0.f ? -INFINITY : (second ? reference[C::kOwnHeads - 1] : reference[0]) + ptx::lg2(total);   // -inf: no key
+        if (C::kSends16Bits && row < C::kQuantizedRows && lane < splits.count) {
+            const uint32_t at = shared + C::kFormatOffset + 4 * (row * kMaxSplits + splits.rank);
+            const float format = as_bf16 ? 0.f : ptx::ex2(exponent);   // see PartialFormat
+            if (lane == splits.rank) ptx::st_shared_f32(at, format);
+            else ptx::st_async(ptx::mapa(at, lane), format, ptx::mapa(shared + C::kLseBarrierOffset, lane));
+        }
         const uint32_t at = splits_of_head(shared, warp, lane) + 4 * splits.rank;
         if (split == splits.rank) ptx::st_shared_f32(at, own_lse);   // memcheck takes a cluster of one CTA for none
         else if (split < splits.count && (second || lane < kMaxSplits)) ptx::st_async(ptx::mapa(at, split), own_lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
@@ -185,7 +192,7 @@ struct Softmax {
         }
         const float previous = exponent;
         exponent = ptx::warp_max(largest);
-        const bool as_bf16 = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
+        as_bf16 = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
         const uint32_t to = place + C::kFactorOffset + row * (kColumns * 64) + fragment_place(lane);
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {

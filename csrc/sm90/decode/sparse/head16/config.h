@@ -98,9 +98,10 @@ struct Config {
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
         std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kIncomingOffset + 45 * kUnitBytes});
-    static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
+    static constexpr int kInverseSumOffset = kRowExponentOffset + 8 * 4;   // [head]: 1 / the split's own sum
+    static constexpr int kShareOffset = kInverseSumOffset + kHeads * 4;    // [split][head]: what each split counts
     static_assert(kShareOffset % 16 == 0);
-    static constexpr int kPeerLseOffset = kShareOffset + kHeads * 4;           // [head][split]
+    static constexpr int kPeerLseOffset = kShareOffset + kMaxSplits * kHeads * 4;           // [head][split]
     // A tile of 16 rows sends partial results as 16-bit floats: [scale row][split], in which format. See PartialFormat.
     static constexpr bool kSends16Bits = kHeadGroups == 2;
     static constexpr int kFormatOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;

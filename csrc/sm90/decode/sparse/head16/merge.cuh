@@ -1,9 +1,9 @@
 // The splits of one head tile become one result: a reduce-scatter through distributed shared memory.
 //
-// First the score warps of the splits tell each other their log-sum-exps, while the value warps still multiply their last block. So
-// each knows what its partial result counts, and sends it weighted: every CTA of the cluster owns some units (16 dims of all
-// heads), unit u belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count
-// towards a barrier of the owner, which then adds up what it got and writes it out. With one split value warps write at once.
+// The value warps send their partial results, divided by the split's own sum: every CTA of the cluster owns some units (16 dims of
+// all heads), unit u belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count
+// towards a barrier of the owner. Meanwhile the score warps of the splits tell each other their log-sum-exps. From these the owner
+// knows what each split counts, adds up what it got and writes it out. With one split value warps write at once.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -32,47 +32,48 @@ struct OutputTile {
     }
 };
 
-// By the score warps, when all log-sum-exps are there: what the value warps wait for, that is what the split counts, and in place of
-// the sinks what these leave of the heads; and, by the first split, the result's log-sum-exps.
+// By the score warps, when all log-sum-exps are there: what each split counts of each head; what the sinks leave of the heads, in
+// place of the sinks; and, by the first split, the result's log-sum-exps. In the cluster of the zero row all rows of the tile are
+// that, and there are all the token's sinks.
 template <class C>
-__device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const Softmax<C>& softmax, uint32_t shared, SplitsOfTile splits,
-                                           bool is_zero_row, int warp, int lane) {
-    const float lse = softmax.merge(shared, splits, warp, lane);
-    // In the cluster of the zero row all rows of the tile are, and there are all heads' sinks.
-    const int head = C::kSkipsZeros && is_zero_row ? threadIdx.x : softmax.head_of_lane(warp, lane);
-    const bool has_head = C::kSkipsZeros && is_zero_row ? head < p.h_q : softmax.is_first_of_head(lane);
+__device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, uint32_t shared, SplitsOfTile splits, bool is_zero_row, int warp, int lane) {
+    const bool zero_row = C::kSkipsZeros && is_zero_row;
+    const auto merged = Softmax<C>::merge(shared, splits, warp, lane);
+    const int row = Softmax<C>::head_of_lane(warp, lane), split = lane % kMaxSplits;
+    if (split < splits.count) ptx::st_shared_f32(shared + C::kShareOffset + 4 * (split * C::kHeads + row), merged.share);
+    const int head = zero_row ? threadIdx.x : row;
+    const bool has_head = zero_row ? head < p.h_q : Softmax<C>::is_first_of_head(lane);
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
-    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
-    tell_value_warps<C>();
-    if (splits.rank != 0) return;
-    const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
-    if (!has_head) return;
-    if (C::kSkipsZeros && is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads) {
-        tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
+    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), merged.lse));
+    if (splits.rank == 0) {
+        const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
+        const bool writes = zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads;
+        if (has_head && writes) tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = merged.lse * 0.69314718f;
     }
+    __syncwarp();
 }
 
-// What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
-// split counts, and the exponent of the scales.
+// What turns a lane's accumulators of heads 2t and 2t + 1 into the split's own result. Two factors, as their product alone may leave
+// fp32's range: 1 / the sum, and the exponent of the scales.
 template <class C>
 struct PartialWeight {
-    float share[C::kHeadGroups][2], power;
+    float over_sum[C::kHeadGroups][2], power;
 
     __device__ __forceinline__ PartialWeight(const WarpRole<C>& role, uint32_t shared, int lane) {
         const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
         power = role.value_is_rope ? 1.f : ptx::ex2(ptx::ld_shared_f32(shared + C::kRowExponentOffset + 4 * role.value_scale_row));
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float2 v = ptx::ld_shared_f32x2(shared + C::kShareOffset + 32 * n + 8 * (lane % 4));
-            share[n][0] = v.x * unbias, share[n][1] = v.y * unbias;
+            const float2 v = ptx::ld_shared_f32x2(shared + C::kInverseSumOffset + 32 * n + 8 * (lane % 4));
+            over_sum[n][0] = v.x * unbias, over_sum[n][1] = v.y * unbias;
         }
     }
     // Element i of a unit's accumulator for group n.
-    __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * share[n][i % 2] * power; }
+    __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * over_sum[n][i % 2] * power; }
 };
 
 // The SMs send each other 16 bytes a cycle, so a tile of 16 rows sends 16-bit floats. Of e4m3 dims f16, in units of the row's
-// largest scale, whose values are below 2^10 then; where scales are far apart, and of RoPE, bf16.
+// largest scale: means of keys are below 2^10 then. Where scales are far apart, and of RoPE, bf16.
 struct PartialFormat {
     float unit;   // 0: bf16
 
@@ -152,13 +153,13 @@ __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const A
     }
 }
 
-// A thread's part in adding up the CTA's own units and writing them: what a lane has sent of a unit, two dims of some heads.
+// A thread's part in adding up the CTA's own units, by what each split counts, and writing them: what a lane has sent of a unit, two
+// dims of some heads.
 template <class C>
 struct UnitPart {
     int local, first_head;
     uint32_t incoming;
     TwoDims dims[C::kHeadGroups][2];   // of heads 8 n + 2t and + 2t + 1
-    float factor[C::kHeadGroups][2];
     bool exists[C::kHeadGroups][2];
 
     // Part number i, before there is anything to add up.
@@ -173,7 +174,6 @@ struct UnitPart {
                 const int head = 8 * n + first_head + j;
                 exists[n][j] = head < tile.heads;
                 dims[n][j] = TwoDims::make<C>(p, tile, head, splits.own_unit(local), lane / 4);
-                factor[n][j] = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
             }
         }
     }
@@ -186,23 +186,29 @@ struct UnitPart {
         for (int s = 0; s < splits.count; ++s) {
             const uint4 v = ptx::ld_shared_v4(incoming + s * stride);
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-            PartialFormat format;
-            if constexpr (C::kSends16Bits) format = PartialFormat::of<C>(shared, scale_row, dims[0][0].is_rope, s);
+            float2 share[C::kHeadGroups];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if constexpr (C::kSends16Bits) {
+            for (int n = 0; n < C::kHeadGroups; ++n) share[n] = ptx::ld_shared_f32x2(shared + C::kShareOffset + 4 * (s * C::kHeads + 8 * n + first_head));
+            if constexpr (C::kSends16Bits) {
+                const auto format = PartialFormat::of<C>(shared, scale_row, dims[0][0].is_rope, s);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
                     const float2 pair = format.unpack(words[i]);
-                    sum[i / 2][i % 2][0] += pair.x, sum[i / 2][i % 2][1] += pair.y;
-                } else {
-                    sum[0][i / 2][i % 2] += __uint_as_float(words[i]);
+                    sum[i / 2][i % 2][0] += pair.x * share[i / 2].x, sum[i / 2][i % 2][1] += pair.y * share[i / 2].y;
                 }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[0][i / 2][i % 2] += __uint_as_float(words[i]) * (i % 2 == 0 ? share[0].x : share[0].y);
             }
         }
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                if (exists[n][j]) dims[n][j].write(p, sum[n][0][j] * factor[n][j], sum[n][1][j] * factor[n][j]);
+                if (!exists[n][j]) continue;
+                // Last, so that heads with different sinks can share a sum.
+                const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * (8 * n + first_head + j));
+                dims[n][j].write(p, sum[n][0][j] * factor, sum[n][1][j] * factor);
             }
         }
         if (C::kSkipsZeros && tile.zero_tiles != 0 && first_head == 0) {   // all rows are the zero row

@@ -23,16 +23,11 @@ __device__ __forceinline__ uint32_t cvt_bf16x2_f32(float lo, float hi) {
     return r;
 }
 
-__device__ __forceinline__ float2 cvt_f32x2_f16x2(uint32_t f16x2) {
-    float2 r;
-    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(r.x), "=f"(r.y) : "r"(f16x2));
-    return r;
-}
-
 // A pair of f16 to a pair of bf16: exact for values of 8 significant bits, e4m3's among them.
 __device__ __forceinline__ uint32_t cvt_bf16x2_f16x2(uint32_t f16x2) {
-    const float2 v = cvt_f32x2_f16x2(f16x2);
-    return cvt_bf16x2_f32(v.x, v.y);
+    float lo, hi;
+    asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(lo), "=f"(hi) : "r"(f16x2));
+    return cvt_bf16x2_f32(lo, hi);
 }
 
 // The two halves of a bf16 pair as fp32: a bf16 is the upper half of the fp32 with the same value.

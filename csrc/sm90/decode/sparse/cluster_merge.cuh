@@ -24,9 +24,11 @@ struct SplitsOfTile {
     __device__ __forceinline__ int own_unit(int local) const { return local * count + rank; }
     template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
     template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
+    template <class C> __device__ __forceinline__ bool send_bf16() const { return C::kMaySendBf16 && count >= kBf16Splits; }
+    template <class C> __device__ __forceinline__ int unit_bytes() const { return send_bf16<C>() ? C::kUnitBytes / 2 : C::kUnitBytes; }
     // Where unit number `local` of an owner lies when it comes from split `from`, in bytes of the owner's incoming area.
     template <class C> __device__ __forceinline__ int incoming_offset(int from, int local) const {
-        return (from * units_per_owner<C>() + local) * C::kUnitBytes;
+        return (from * units_per_owner<C>() + local) * unit_bytes<C>();
     }
 };
 
@@ -38,7 +40,7 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
-    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kUnitBytes);
+    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.unit_bytes<C>());
 }
 
 // A head's log-sum-exp of this split (base 2; -inf without keys) to CTAs first, first + step, ... of the cluster. To the own one

@@ -66,11 +66,11 @@ struct Config {
     static_assert(kRowPitch % 32 == 16);
     // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through the weights' place. When the
     // last block has been weighed, everything from the scores to the rows' exponents is free to receive the partial results of
-    // the peers: [split][unit][lane], 16 bytes each, up to 45 units (the maximum over splits of splits * ceil(kUnits / splits),
-    // at 15).
+    // the peers: [split][unit][head group][lane], 16 bytes each, or of bf16 [split][unit][lane].
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
-    static constexpr int kUnitBytes = 512;   // 16 bytes a lane, see send_partial
+    static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
+    static constexpr bool kMaySendBf16 = kHeadGroups == 2;   // see send_partial
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
@@ -97,16 +97,11 @@ struct Config {
     static constexpr int kQueryOffset = kWeightOffset;   // in the beginning
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
-        std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kIncomingOffset + 45 * kUnitBytes});
-    static constexpr int kInverseSumOffset = kRowExponentOffset + 8 * 4;   // [head]: 1 / the split's own sum
-    static constexpr int kShareOffset = kInverseSumOffset + kHeads * 4;    // [split][head]: what each split counts
+        std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kIncomingOffset + incoming_bytes(kUnitBytes, kMaySendBf16)});
+    static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
     static_assert(kShareOffset % 16 == 0);
-    static constexpr int kPeerLseOffset = kShareOffset + kMaxSplits * kHeads * 4;           // [head][split]
-    // A tile of 16 rows sends partial results as 16-bit floats: [scale row][split], in which format. See PartialFormat.
-    static constexpr bool kSends16Bits = kHeadGroups == 2;
-    static constexpr int kFormatOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;
-    static constexpr int kFormatBytes = kSends16Bits ? kQuantizedRows * 4 : 0;   // from each split
-    static constexpr int kSinkOffset = kFormatOffset + kFormatBytes * kMaxSplits;  // [head of the tile or, for the zero row, of the token], base 2
+    static constexpr int kPeerLseOffset = kShareOffset + kHeads * 4;           // [head][split]
+    static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
     static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]

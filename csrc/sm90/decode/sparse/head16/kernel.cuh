@@ -26,7 +26,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     if (threadIdx.x == 0) {
         feeder.ring.init_barriers();
         ptx::st_shared_u32(shared_address + C::kTokenOffset, token);
-        expect_peers<C>(shared_address, splits, C::kFormatBytes + (work.is_zero_row ? 4 : 0));
+        expect_peers<C>(shared_address, splits, work.is_zero_row ? 4 : 0);
     }
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
@@ -101,15 +101,12 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         // of these is free to receive.
         softmax.publish(shared_address, splits, warp, lane);
         if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
-        if (!alone) tell_value_warps<C>();
         ptx::barrier_cluster_arrive_relaxed();
         if constexpr (C::kSkipsZeros) sync_score_warps<C>();   // the own nonzero tiles
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-        merge_sums<C>(p, shared_address, splits, work.is_zero_row, warp, lane);
-        if (alone) {
-            tell_value_warps<C>();
-            return;
-        }
+        merge_sums<C>(p, softmax, shared_address, splits, work.is_zero_row, warp, lane);
+        if (alone) return;
+        sync_score_warps<C>();   // the sinks' factors
         ptx::barrier_cluster_wait();
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
@@ -147,7 +144,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
     const int parts = splits.own_units<C>() * 32;
     const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
-    __syncthreads();   // own units, and what each split counts, came by ordinary stores
+    __syncthreads();   // own units came by ordinary stores
     if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, tile, shared_address, splits);
     for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
         UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, tile, shared_address, splits);

@@ -1,9 +1,9 @@
 // The splits of one head tile become one result: a reduce-scatter through distributed shared memory.
 //
-// The value warps send their partial results, divided by the split's own sum: every CTA of the cluster owns some units (16 dims of
-// all heads), unit u belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count
-// towards a barrier of the owner. Meanwhile the score warps of the splits tell each other their log-sum-exps. From these the owner
-// knows what each split counts, adds up what it got and writes it out. With one split value warps write at once.
+// First the score warps of the splits tell each other their log-sum-exps, while the value warps still multiply their last block. So
+// each knows what its partial result counts, and sends it weighted: every CTA of the cluster owns some units (16 dims of all
+// heads), unit u belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count
+// towards a barrier of the owner, which then adds up what it got and writes it out. With one split value warps write at once.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -32,86 +32,64 @@ struct OutputTile {
     }
 };
 
-// By the score warps, when all log-sum-exps are there: what each split counts of each head; what the sinks leave of the heads, in
-// place of the sinks; and, by the first split, the result's log-sum-exps. In the cluster of the zero row all rows of the tile are
-// that, and there are all the token's sinks.
+// By the score warps, when all log-sum-exps are there: what the value warps wait for, that is what the split counts, and in place of
+// the sinks what these leave of the heads; and, by the first split, the result's log-sum-exps.
 template <class C>
-__device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, uint32_t shared, SplitsOfTile splits, bool is_zero_row, int warp, int lane) {
-    const bool zero_row = C::kSkipsZeros && is_zero_row;
-    const auto merged = Softmax<C>::merge(shared, splits, warp, lane);
-    const int row = Softmax<C>::head_of_lane(warp, lane), split = lane % kMaxSplits;
-    if (split < splits.count) ptx::st_shared_f32(shared + C::kShareOffset + 4 * (split * C::kHeads + row), merged.share);
-    const int head = zero_row ? threadIdx.x : row;
-    const bool has_head = zero_row ? head < p.h_q : Softmax<C>::is_first_of_head(lane);
+__device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const Softmax<C>& softmax, uint32_t shared, SplitsOfTile splits,
+                                           bool is_zero_row, int warp, int lane) {
+    const float lse = softmax.merge(shared, splits, warp, lane);
+    // In the cluster of the zero row all rows of the tile are, and there are all heads' sinks.
+    const int head = C::kSkipsZeros && is_zero_row ? threadIdx.x : softmax.head_of_lane(warp, lane);
+    const bool has_head = C::kSkipsZeros && is_zero_row ? head < p.h_q : softmax.is_first_of_head(lane);
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
-    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), merged.lse));
-    if (splits.rank == 0) {
-        const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
-        const bool writes = zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads;
-        if (has_head && writes) tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = merged.lse * 0.69314718f;
+    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
+    tell_value_warps<C>();
+    if (splits.rank != 0) return;
+    const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
+    if (!has_head) return;
+    if (C::kSkipsZeros && is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads) {
+        tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
     }
-    __syncwarp();
 }
 
-// What turns a lane's accumulators of heads 2t and 2t + 1 into the split's own result. Two factors, as their product alone may leave
-// fp32's range: 1 / the sum, and the exponent of the scales.
+// What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
+// split counts, and the exponent of the scales.
 template <class C>
 struct PartialWeight {
-    float over_sum[C::kHeadGroups][2], power;
+    float share[C::kHeadGroups][2], power;
 
     __device__ __forceinline__ PartialWeight(const WarpRole<C>& role, uint32_t shared, int lane) {
         const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
         power = role.value_is_rope ? 1.f : ptx::ex2(ptx::ld_shared_f32(shared + C::kRowExponentOffset + 4 * role.value_scale_row));
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float2 v = ptx::ld_shared_f32x2(shared + C::kInverseSumOffset + 32 * n + 8 * (lane % 4));
-            over_sum[n][0] = v.x * unbias, over_sum[n][1] = v.y * unbias;
+            const float2 v = ptx::ld_shared_f32x2(shared + C::kShareOffset + 32 * n + 8 * (lane % 4));
+            share[n][0] = v.x * unbias, share[n][1] = v.y * unbias;
         }
     }
     // Element i of a unit's accumulator for group n.
-    __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * over_sum[n][i % 2] * power; }
+    __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * share[n][i % 2] * power; }
 };
 
-// The SMs send each other 16 bytes a cycle, so a tile of 16 rows sends 16-bit floats. Of e4m3 dims f16, in units of the row's
-// largest scale: means of keys are below 2^10 then. Where scales are far apart, and of RoPE, bf16.
-struct PartialFormat {
-    float unit;   // 0: bf16
-
-    template <class C>
-    __device__ __forceinline__ static PartialFormat of(uint32_t shared, int scale_row, bool is_rope, int split) {
-        return {is_rope ? 0.f : ptx::ld_shared_f32(shared + C::kFormatOffset + 4 * (scale_row * kMaxSplits + split))};
-    }
-    __device__ __forceinline__ float2 unpack(uint32_t pair) const {
-        const float2 f16 = ptx::cvt_f32x2_f16x2(pair), bf16 = {ptx::f32_of_bf16_lo(pair), ptx::f32_of_bf16_hi(pair)};
-        return unit != 0.f ? make_float2(f16.x * unit, f16.y * unit) : bf16;
-    }
-};
-
-// Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit, two dims of its heads. Of 8 heads in
-// fp32, of 16 as pairs of 16-bit floats.
+// Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit and head group, two dims of its heads, or, as
+// bf16, 16 bytes of both groups.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
-    PartialWeight<C> weight(role, shared, lane);
-    bool as_f16 = false;
-    if constexpr (C::kSends16Bits) {
-        as_f16 = PartialFormat::of<C>(shared, role.value_scale_row, role.value_is_rope, splits.rank).unit != 0.f;
-        if (as_f16) weight.power = 1.f;
-    }
+    const PartialWeight<C> weight(role, shared, lane);
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
         const int unit = role.value_warp * C::kValueUnits + u, owner = splits.owner(unit);
         const uint32_t at = shared + C::kIncomingOffset + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * lane;
         auto v = [&](int n, int i) { return weight.apply(acc.out[u], n, i); };
-        float4 bytes;
-        if constexpr (C::kSends16Bits) {
-            auto pair = [&](int n, int i) {
-                return __uint_as_float(as_f16 ? ptx::cvt_f16x2_f32(v(n, i), v(n, i + 1)) : ptx::cvt_bf16x2_f32(v(n, i), v(n, i + 1)));
-            };
-            bytes = {pair(0, 0), pair(0, 2), pair(1, 0), pair(1, 2)};
-        } else {
-            bytes = {v(0, 0), v(0, 1), v(0, 2), v(0, 3)};
+        if constexpr (C::kMaySendBf16) {
+            if (splits.send_bf16<C>()) {
+                auto pair = [&](int n, int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v(n, i), v(n, i + 1))); };
+                send<C>(make_float4(pair(0, 0), pair(0, 2), pair(1, 0), pair(1, 2)), at, owner, shared, splits);
+                continue;
+            }
         }
-        send<C>(bytes, at, owner, shared, splits);
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) send<C>(make_float4(v(n, 0), v(n, 1), v(n, 2), v(n, 3)), at + 512 * n, owner, shared, splits);
     }
 }
 
@@ -153,13 +131,13 @@ __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const A
     }
 }
 
-// A thread's part in adding up the CTA's own units, by what each split counts, and writing them: what a lane has sent of a unit, two
-// dims of some heads.
+// A thread's part in adding up the CTA's own units and writing them: what a lane has sent of a unit, two dims of some heads.
 template <class C>
 struct UnitPart {
     int local, first_head;
     uint32_t incoming;
     TwoDims dims[C::kHeadGroups][2];   // of heads 8 n + 2t and + 2t + 1
+    float factor[C::kHeadGroups][2];
     bool exists[C::kHeadGroups][2];
 
     // Part number i, before there is anything to add up.
@@ -174,41 +152,20 @@ struct UnitPart {
                 const int head = 8 * n + first_head + j;
                 exists[n][j] = head < tile.heads;
                 dims[n][j] = TwoDims::make<C>(p, tile, head, splits.own_unit(local), lane / 4);
+                factor[n][j] = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
             }
         }
     }
 
     __device__ __forceinline__ void add_and_write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) const {
-        const uint32_t stride = splits.incoming_offset<C>(1, 0);
-        const int scale_row = splits.own_unit(local) * kUnitDims / (kTileDims * C::kTilesPerScale);
         float sum[C::kHeadGroups][2][2] = {};   // [group][dim][head]
-#pragma unroll 4
-        for (int s = 0; s < splits.count; ++s) {
-            const uint4 v = ptx::ld_shared_v4(incoming + s * stride);
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-            float2 share[C::kHeadGroups];
-#pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) share[n] = ptx::ld_shared_f32x2(shared + C::kShareOffset + 4 * (s * C::kHeads + 8 * n + first_head));
-            if constexpr (C::kSends16Bits) {
-                const auto format = PartialFormat::of<C>(shared, scale_row, dims[0][0].is_rope, s);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 pair = format.unpack(words[i]);
-                    sum[i / 2][i % 2][0] += pair.x * share[i / 2].x, sum[i / 2][i % 2][1] += pair.y * share[i / 2].y;
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[0][i / 2][i % 2] += __uint_as_float(words[i]) * (i % 2 == 0 ? share[0].x : share[0].y);
-            }
-        }
+        if (splits.send_bf16<C>()) add<true>(sum, splits);
+        else add<false>(sum, splits);
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                if (!exists[n][j]) continue;
-                // Last, so that heads with different sinks can share a sum.
-                const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * (8 * n + first_head + j));
-                dims[n][j].write(p, sum[n][0][j] * factor, sum[n][1][j] * factor);
+                if (exists[n][j]) dims[n][j].write(p, sum[n][0][j] * factor[n][j], sum[n][1][j] * factor[n][j]);
             }
         }
         if (C::kSkipsZeros && tile.zero_tiles != 0 && first_head == 0) {   // all rows are the zero row
@@ -216,6 +173,29 @@ struct UnitPart {
             const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + dim);
             ptx::st_shared_f32(to, sum[0][0][0]);
             ptx::st_shared_f32(to + (dims[0][0].is_rope ? 32 : 4), sum[0][1][0]);
+        }
+    }
+
+   private:
+    template <bool kBf16>
+    __device__ __forceinline__ void add(float (&sum)[C::kHeadGroups][2][2], SplitsOfTile splits) const {
+        const uint32_t stride = splits.incoming_offset<C>(1, 0);
+#pragma unroll 4
+        for (int s = 0; s < splits.count; ++s) {
+#pragma unroll
+            for (int n = 0; n < (kBf16 ? 1 : C::kHeadGroups); ++n) {
+                const uint4 v = ptx::ld_shared_v4(incoming + s * stride + 512 * n);
+                const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if constexpr (kBf16) {
+                        float (&dim)[2] = sum[i / 2 % C::kHeadGroups][i % 2];
+                        dim[0] += ptx::f32_of_bf16_lo(words[i]), dim[1] += ptx::f32_of_bf16_hi(words[i]);
+                    } else {
+                        sum[n][i / 2][i % 2] += __uint_as_float(words[i]);
+                    }
+                }
+            }
         }
     }
 };

@@ -56,13 +56,12 @@ struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;
     float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
     float exponent, least;                              // the row's largest; the least of those that the lane has seen
-    bool as_bf16;                                       // the row's exponents have been far apart
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
-        exponent = -FLT_MAX, least = FLT_MAX, as_bf16 = false;
+        exponent = -FLT_MAX, least = FLT_MAX;
     }
 
     // Behind a barrier of the score warps, behind the block's scores.
@@ -76,9 +75,8 @@ struct Softmax {
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
-    // The log-sum-exps of the own heads to every CTA of the cluster, by half a warp a head, a lane a split, and the formats of partial
-    // results likewise. To the value warps, seen behind the next barrier: 1 / the sum of each own head, 0 without keys, and the
-    // row's exponent.
+    // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen after its next
+    // barrier. By half a warp a head, a lane a split.
     __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) {
         const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
@@ -86,42 +84,28 @@ struct Softmax {
         for (int i = 0; i < C::kOwnHeads; ++i) sum[i] = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
         const bool second = lane >= kMaxSplits && C::kOwnHeads == 2;
         const float total = second ? sum[C::kOwnHeads - 1] : sum[0];
-        const float own_lse = total == 0.f ? -INFINITY : (second ? reference[C::kOwnHeads - 1] : reference[0]) + ptx::lg2(total);   // -inf: no key
-        if (is_first_of_head(lane)) {
-            ptx::st_shared_f32(shared + C::kInverseSumOffset + 4 * head_of_lane(warp, lane), total == 0.f ? 0.f : __fdividef(1.f, total));
-        }
-        if (C::kSends16Bits && row < C::kQuantizedRows && lane < splits.count) {
-            const uint32_t at = shared + C::kFormatOffset + 4 * (row * kMaxSplits + splits.rank);
-            const float format = as_bf16 ? 0.f : ptx::ex2(exponent);   // see PartialFormat
-            if (lane == splits.rank) ptx::st_shared_f32(at, format);
-            else ptx::st_async(ptx::mapa(at, lane), format, ptx::mapa(shared + C::kLseBarrierOffset, lane));
-        }
+        own_total = total;
+        own_lse = total == 0.f ? -INFINITY : (second ? reference[C::kOwnHeads - 1] : reference[0]) + ptx::lg2(total);   // -inf: no key
         const uint32_t at = splits_of_head(shared, warp, lane) + 4 * splits.rank;
         if (split == splits.rank) ptx::st_shared_f32(at, own_lse);   // memcheck takes a cluster of one CTA for none
         else if (split < splits.count && (second || lane < kMaxSplits)) ptx::st_async(ptx::mapa(at, split), own_lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
         __syncwarp();
     }
 
-    // When those of the other CTAs have come: the log-sum-exp over all, base 2, +inf without keys; and what lane split's results
-    // count in those of all splits. By half a warp a head.
-    struct Merged {
-        float lse, share;
-    };
-    __device__ __forceinline__ static Merged merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) {
+    // When those of the other CTAs have come: what this split's results count in those of all splits, to shared memory, and the
+    // log-sum-exp over all, base 2, +inf without keys. The same in every lane of a half.
+    __device__ __forceinline__ float merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
         constexpr int kFours = kMaxSplits / 4;
-        const uint32_t from = splits_of_head(shared, warp, lane);
         float x[kFours][4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             if (4 * i >= splits.count) break;
-            const uint4 v = ptx::ld_shared_v4(from + 16 * i);
+            const uint4 v = ptx::ld_shared_v4(splits_of_head(shared, warp, lane) + 16 * i);
             x[i][0] = __uint_as_float(v.x), x[i][1] = __uint_as_float(v.y), x[i][2] = __uint_as_float(v.z), x[i][3] = __uint_as_float(v.w);
 #pragma unroll
             for (int j = 1; j < 4; ++j) x[i][j] = 4 * i + j < splits.count ? x[i][j] : -INFINITY;
             largest = fmaxf(fmaxf(largest, fmaxf(x[i][0], x[i][1])), fmaxf(x[i][2], x[i][3]));
         }
-        const int split = lane % kMaxSplits;
-        const float own = split < splits.count ? ptx::ex2(ptx::ld_shared_f32(from + 4 * split) - largest) : 0.f;
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             if (4 * i >= splits.count) break;
@@ -129,9 +113,10 @@ struct Softmax {
             for (int j = 0; j < 4; ++j) x[i][j] = ptx::ex2_ftz(x[i][j] - largest);
             total += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
         }
-        // Shares add up to 1 at any magnitude.
-        if (total == 0.f) return {INFINITY, 0.f};
-        return {largest + ptx::lg2(total), __fdividef(own, total)};
+        // Over the split's own sum: so the shares add up to 1 also where a log-sum-exp has lost the bits of its sum.
+        const float share = own_total == 0.f ? 0.f : __fdividef(ptx::ex2(own_lse - largest), total * own_total);
+        if (is_first_of_head(lane)) ptx::st_shared_f32(shared + C::kShareOffset + 4 * head_of_lane(warp, lane), share);
+        return total == 0.f ? INFINITY : largest + ptx::lg2(total);
     }
     __device__ __forceinline__ static int head_of_lane(int warp, int lane) {
         return warp + (C::kOwnHeads == 2 ? lane / kMaxSplits * C::kScoreWarps : 0);
@@ -139,6 +124,8 @@ struct Softmax {
     __device__ __forceinline__ static bool is_first_of_head(int lane) { return lane == 0 || (C::kOwnHeads == 2 && lane == kMaxSplits); }
 
    private:
+    float own_total, own_lse;   // of this split, of the lane's half of the warp
+
     static_assert(kMaxSplits == 16);
     __device__ __forceinline__ static uint32_t splits_of_head(uint32_t shared, int warp, int lane) {
         return shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of_lane(warp, lane);
@@ -198,7 +185,7 @@ struct Softmax {
         }
         const float previous = exponent;
         exponent = ptx::warp_max(largest);
-        as_bf16 = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
+        const bool as_bf16 = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
         const uint32_t to = place + C::kFactorOffset + row * (kColumns * 64) + fragment_place(lane);
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {

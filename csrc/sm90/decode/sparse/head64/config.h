@@ -35,7 +35,7 @@ struct Config {
 
     // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
     // swizzled. When the last block has been multiplied, both are free to receive the partial results of the peers:
-    // [split][unit][thread] of 16 bytes, up to 45 units (the maximum over splits of splits * ceil(32 / splits)).
+    // [split][unit][half][thread] of 16 bytes, or of bf16 [split][unit][thread].
     static constexpr int kTileBytes = 64 * 128;
     static constexpr int kStages = 2;
     static constexpr int kStageBytes = kTiles * kTileBytes;
@@ -65,8 +65,9 @@ struct Config {
     static_assert(kSharedBytes <= 227 * 1024);
 
     static constexpr int kUnits = Record::kDimV / kUnitDims;
-    static constexpr int kUnitBytes = kHeads * kUnitDims * 2;   // partial results travel as bf16, see merge.cuh
-    static_assert(kUnits == 32 && 45 * kUnitBytes <= kFactorOffset);
+    static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
+    static constexpr bool kMaySendBf16 = true;
+    static_assert(kUnits == 32 && incoming_bytes(kUnitBytes, kMaySendBf16) <= kFactorOffset);
     // Of one split alone: rows of bf16 on their way out, per consumer warpgroup; padded so that 8 rows lie in different banks.
     static constexpr int kOutPitch = kValueDims * 2 + 16;
     static_assert(2 * kHeads * kOutPitch <= kFactorOffset);

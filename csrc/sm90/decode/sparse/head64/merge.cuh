@@ -91,8 +91,7 @@ __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared
     }
 }
 
-// Each thread stores 16 bytes for each unit: of its two rows two dims of either 8, rounded to bf16. In fp32 a CTA would send up
-// to 120 KB, at the 16 bytes a cycle that SMs have for each other; rounding adds about what the rounding of the result costs.
+// Each thread stores 16 bytes for each 8 dims, two dims of its two rows, or as bf16 for each unit. In fp32 a CTA would send up to 120 KB.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulators<C>& out, const float (&weight)[2], uint32_t shared,
                                              SplitsOfTile splits, int half, int thread) {
@@ -100,14 +99,14 @@ __device__ __forceinline__ void send_partial(const Accumulators<C>& out, const f
     for (int u = 0; u < C::kValueDims / kUnitDims; ++u) {
         const int unit = half * (C::kUnits / 2) + u, owner = splits.owner(unit);
         const uint32_t at = shared + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * thread;
-        uint32_t pairs[4];   // [8 dims][row]
+        auto v = [&](int i) { return element(out, 8 * u + i) * weight[i / 2 % 2]; };   // [8 dims][row][2 dims]
+        if (splits.send_bf16<C>()) {
+            auto pair = [&](int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v(i), v(i + 1))); };
+            send<C>(make_float4(pair(0), pair(2), pair(4), pair(6)), at, owner, shared, splits);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* d = &element(out, 8 * u + 2 * i);
-            pairs[i] = ptx::cvt_bf16x2_f32(d[0] * weight[i % 2], d[1] * weight[i % 2]);
+            for (int i = 0; i < 8; i += 4) send<C>(make_float4(v(i), v(i + 1), v(i + 2), v(i + 3)), at + i / 4 * (C::kUnitBytes / 2), owner, shared, splits);
         }
-        send<C>(make_float4(__uint_as_float(pairs[0]), __uint_as_float(pairs[1]), __uint_as_float(pairs[2]), __uint_as_float(pairs[3])), at, owner,
-                shared, splits);
     }
 }
 
@@ -117,12 +116,20 @@ __device__ __forceinline__ void write_units(const float (&factor)[2], const Outp
                                             int half, int thread) {
     const uint32_t stride = splits.incoming_offset<C>(1, 0);
     for (int local = 0; local < splits.own_units<C>(); ++local) {
-        const uint32_t incoming = shared + splits.incoming_offset<C>(0, local) + 16 * thread + 8 * half;
+        const uint32_t incoming = shared + splits.incoming_offset<C>(0, local) + 16 * thread;
         float x[4] = {};
+        if (splits.send_bf16<C>()) {
 #pragma unroll 4
-        for (int s = 0; s < splits.count; ++s) {
-            const uint2 v = ptx::ld_shared_v2(incoming + s * stride);
-            x[0] += ptx::f32_of_bf16_lo(v.x), x[1] += ptx::f32_of_bf16_hi(v.x), x[2] += ptx::f32_of_bf16_lo(v.y), x[3] += ptx::f32_of_bf16_hi(v.y);
+            for (int s = 0; s < splits.count; ++s) {
+                const uint2 v = ptx::ld_shared_v2(incoming + s * stride + 8 * half);
+                x[0] += ptx::f32_of_bf16_lo(v.x), x[1] += ptx::f32_of_bf16_hi(v.x), x[2] += ptx::f32_of_bf16_lo(v.y), x[3] += ptx::f32_of_bf16_hi(v.y);
+            }
+        } else {
+#pragma unroll 4
+            for (int s = 0; s < splits.count; ++s) {
+                const uint4 v = ptx::ld_shared_v4(incoming + s * stride + half * (C::kUnitBytes / 2));
+                x[0] += __uint_as_float(v.x), x[1] += __uint_as_float(v.y), x[2] += __uint_as_float(v.z), x[3] += __uint_as_float(v.w);
+            }
         }
         const int dim = splits.own_unit(local) * kUnitDims + 8 * half + 2 * (thread % 4);
 #pragma unroll

@@ -76,7 +76,7 @@ def speed() -> str:
         [
             f"{machine(rows)}.",
             "V4 record; µs of this library / of FlashMLA (64 rows, zeros behind the real heads), speed-up, and in "
-            "brackets our time over the gather floor (the time to fetch the same bytes):",
+            "brackets our time over the gather floor (the time to fetch the same bytes, of an earlier run):",
             *v4_tables,
             "V3.2 record, top-k 2048:",
             targets.markdown_table(["tokens", *(f"{heads} heads" for heads in HEADS)], v32_lines),

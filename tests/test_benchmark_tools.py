@@ -372,7 +372,7 @@ def test_an_earlier_run_is_printed_and_drawn_again(tmp_path, capsys):
 
 
 def plan_rows(**times):
-    """`s4k32=5.0` -> a row of a 4-token point with 4 splits of 32 keys a pass."""
+    """`s4k32=5.0` -> a row of a 4-token point with 4 splits, blocks of 32 keys."""
     for name, us in times.items():
         splits, keys = name[1:].split("k")
         yield dict(

@@ -146,7 +146,7 @@ def test_metadata_in_both_forms(args, kwargs):
 
 
 def test_every_forced_plan_is_taken_or_refused():
-    """Tiles of 8 rows on blocks of 32 or 64 keys, larger ones on 64; 1 to 16 splits."""
+    """Tiles of 8 or 16 rows on blocks of 32 or 64 keys, those of 64 rows on 64; 1 to 16 splits."""
     case = make_case(2, 1, 8, 16)
     for head_tile, splits, block_keys in itertools.product((8, 16, 32, 64), (1, 16, 17), (16, 32, 64)):
         meta = flash_mla.FlashMLASchedMeta()

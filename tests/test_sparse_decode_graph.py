@@ -213,10 +213,7 @@ def test_repeated_runs_are_bit_identical(record, tokens, h_q, topk, extra_topk, 
 @pytest.mark.parametrize("h_q", [8, 16, 20, 128])
 @pytest.mark.parametrize("how", [(8, 4, 32), (8, 4, 64), (16, 4, 64), "batch-invariant"], ids=str)
 def test_a_token_does_not_depend_on_the_others(record, how, h_q, device):
-    """Under one plan a token alone gives the bits that it gives in a batch.
-
-    With blocks of 32 keys one token has SMs to itself, and nine of 20 heads share them.
-    """
+    """Under one plan a token alone gives the bits that it gives in a batch."""
     case = make_case(9, 1, h_q, 300, record=record, device=device, lengths="random")
 
     def run(case):

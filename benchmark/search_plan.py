@@ -133,7 +133,7 @@ def candidates(point: Point, everything: bool = False) -> list[Choice]:
 def worth_timing(point: Point, choice: Choice) -> bool:
     """False for choices that cannot be the best one.
 
-    - A tile of 16 rows for up to 8 heads or for more than 16, one of 64 for up to 16: `plan.h` has no such choice.
+    - A tile of 16 rows for up to 8 heads, one of 64 for up to 16: `plan.h` has no such choice.
     - Keys per split below 8: eight rows of an instruction's fragment would have no key.
     - Blocks of 64 keys, where 32 are to be had, and a split has at most 32: half of a block is always empty.
     - More than 4 CTAs an SM in all, and more than 2 splits: the SMs are full several times over
@@ -144,7 +144,7 @@ def worth_timing(point: Point, choice: Choice) -> bool:
     head_tile, splits, block_keys = choice
     keys = -(-point.width // splits)
     ctas = point.tokens * splits * -(-point.heads // head_tile)
-    if head_tile == 16 and not 8 < point.heads <= 16 or head_tile == 64 and point.heads <= 16:
+    if head_tile == 16 and point.heads <= 8 or head_tile == 64 and point.heads <= 16:
         return False
     if splits > 1 and keys < 8:
         return False

@@ -26,6 +26,10 @@ struct Plan {
 
 inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are non-portable, and available on SM90
 
+// The SMs send each other 16 bytes a cycle, so tiles of 16 and 64 rows send partial results rounded to bf16 if there are at least
+// so many splits; their roundings average out. Of fewer splits, and of 8 rows, in fp32.
+inline constexpr int kBf16Splits = 4;
+
 // Clusters of `splits` CTAs that run at once, a CTA an SM, 0 if not even one. GPC sizes differ from chip to chip, and a plan follows
 // from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs behaved as GPCs of 18, 17,
 // five of 16, one of 8 and some rest.
@@ -38,7 +42,7 @@ inline int64_t concurrent_clusters(int splits, int num_sms) {
 }
 
 // Whether tiles of zero rows are skipped. Nobody pads to 16 heads or fewer.
-inline bool skips_zeros(int head_tile, int64_t heads) { return head_tile == 8 && heads > 16; }
+inline bool skips_zeros(int head_tile, int64_t heads) { return head_tile < 64 && heads > 16; }
 
 // Clusters of a token. Where zero rows are skipped, one more cluster works on the zero row.
 inline int64_t tiles_of_token(int head_tile, int64_t heads) {
@@ -77,9 +81,14 @@ inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, 
 // The same of tiles of 64 rows.
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double merge = plan.splits == 1 ? 0.0 : 1.9 + 0.35 * std::max(0, plan.splits - 12);
-    return 5.3 + 1.2 * waves.load + merge + waves.count * blocks_of_longest_split(width, plan) * 2.18 + (waves.count - 1) * 7.2;
+    const double merge = plan.splits == 1 ? 0.0 : plan.splits < kBf16Splits ? 3.9 : 1.3 + 0.1 * plan.splits;
+    const double block = 2.06 + 0.17 * waves.load;
+    return 5.33 + 0.96 * waves.load + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 7.07;
 }
+
+// What skipping zero rows takes besides the zero row's cluster. That one merges even if it is one split; in a padded call it writes the
+// results of all skipped tiles.
+inline double zero_rows_us(const Plan& plan, bool is_padded) { return plan.splits == 1 ? (is_padded ? 2.5 : 1.4) : (is_padded ? 1.0 : 0.2); }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.
 struct Choice {
@@ -112,24 +121,27 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
     return best.plan;
 }
 
-// More: tiles of 64 rows, or tiles of 8, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
+// More: tiles of 64 rows, or tiles of 8 or 16, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
 // cannot look at q. So for 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two
 // cases, and a choice that would make real heads wait 1.4 times as long as tiles of 64 rows is not taken.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
     Choice large{{64, 1, 64}};
     choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * tiles_of_token(64, heads), width, num_sms); });
     Choice best = large;
-    const int64_t clusters = tokens * tiles_of_token(8, heads);
-    for (int block_keys : {32, 64}) {
-        choose_splits(best, 8, block_keys, [&](const Plan& plan) {
-            auto us = [&](int64_t working) { return small_tiles_us(plan, working, width, num_sms); };
-            const double real = us(clusters);
+    auto try_tile = [&](int head_tile, int block_keys) {
+        choose_splits(best, head_tile, block_keys, [&](const Plan& plan) {
+            auto us = [&](int64_t working, bool is_padded) {
+                return small_tiles_us(plan, tokens * working, width, num_sms) + zero_rows_us(plan, is_padded);
+            };
+            const double real = us(tiles_of_token(head_tile, heads), false);
             if (real > 1.4 * large.us) return std::numeric_limits<double>::infinity();
             if (heads != 64) return real;
-            constexpr int kPaddedTiles = 3;   // 16 real heads, and the zero row
-            const double padded = us(tokens * kPaddedTiles);
+            const double padded = us(16 / head_tile + 1, true);   // 16 real heads, and the zero row
             return std::cbrt(padded * padded * real);
         });
+    };
+    for (int block_keys : {32, 64}) {
+        for (int head_tile : {8, 16}) try_tile(head_tile, block_keys);
     }
     return best.plan;
 }

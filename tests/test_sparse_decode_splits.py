@@ -57,6 +57,18 @@ def test_forced_splits_with_any_lengths(record, head_tile, block_keys, device):
         assert_close_flashmla(*case.run(forced(head_tile, splits, block_keys)), *reference)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("head_tile, block_keys", TILES)
+def test_last_blocks_of_any_length(record, head_tile, block_keys, splits, device):
+    """A block of 64 keys of which 32 or fewer are left is worked on by half; garbage stays behind."""
+    ends = [1, 16, 31, 32, 33, 47, 48, 49, 63]
+    lengths = [whole + end for whole in (0, 64, 320) for end in (0, *ends)]
+    case = make_case(
+        len(lengths), 1, 16, 400, record=record, device=device, lengths=lengths, invalid_fraction=0.1
+    )
+    assert_close_flashmla(*case.run(forced(head_tile, splits, block_keys)), *case.reference())
+
+
 def test_every_split_count_that_the_plan_chooses(record, device):
     """One call for each plan found over the shapes that callers have."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

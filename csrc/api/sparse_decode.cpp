@@ -106,18 +106,18 @@ struct Kernel {
     decltype(&sm90::head16::launch<V4Record, 1, 32, false>) launch;
 };
 
-template <class Record, int kKeys>
-Kernel choose_kernel(int64_t heads, const Plan& plan) {
+template <class Record, int kHeadGroups, int kKeys>
+Kernel choose_kernel(int64_t heads) {
     using namespace sm90::head16;
-    if (plan.head_tile == 16) return {max_splits<Record, 2, kKeys, false>, launch<Record, 2, kKeys, false>};
-    if (skips_zeros(plan.head_tile, heads)) return {max_splits<Record, 1, kKeys, true>, launch<Record, 1, kKeys, true>};
-    return {max_splits<Record, 1, kKeys, false>, launch<Record, 1, kKeys, false>};
+    if (skips_zeros(8 * kHeadGroups, heads)) return {max_splits<Record, kHeadGroups, kKeys, true>, launch<Record, kHeadGroups, kKeys, true>};
+    return {max_splits<Record, kHeadGroups, kKeys, false>, launch<Record, kHeadGroups, kKeys, false>};
 }
 
 template <class Record>
 Kernel choose_kernel(int64_t heads, const Plan& plan) {
     if (plan.head_tile == 64) return {sm90::head64::max_splits<Record>, sm90::head64::launch<Record>};
-    return plan.block_keys == 64 ? choose_kernel<Record, 64>(heads, plan) : choose_kernel<Record, 32>(heads, plan);
+    if (plan.head_tile == 16) return plan.block_keys == 64 ? choose_kernel<Record, 2, 64>(heads) : choose_kernel<Record, 2, 32>(heads);
+    return plan.block_keys == 64 ? choose_kernel<Record, 1, 64>(heads) : choose_kernel<Record, 1, 32>(heads);
 }
 
 Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {

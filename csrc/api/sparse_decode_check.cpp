@@ -74,6 +74,9 @@ bool is_last_dim_contiguous(const Tensor& t) { return t.size(t.dim() - 1) <= 1 |
 
 std::string number(int64_t n) { return std::to_string(n); }
 
+// Exclusive. Tokens times splits is the grid's x.
+constexpr int64_t kMaxTokens = int64_t{1} << 26, kMaxTopk = int64_t{1} << 30;
+
 void check_q(const SparseDecodeArguments& a) {
     constexpr const char* takes = "bfloat16 [b, s_q, h_q, d_qk] with a contiguous last dim, h_q 1..128, d_qk 512 (V4) or 576 (V3.2)";
     require(a.q.dim() == 4 && a.q.scalar_type() == ScalarType::BFloat16, kQ, a.q, takes);
@@ -81,7 +84,6 @@ void check_q(const SparseDecodeArguments& a) {
     require(a.d_qk() == V4Record::kDimQK || a.d_qk() == V32Record::kDimQK, kQ, a.q, takes);
     require(is_last_dim_contiguous(a.q), kQ, a.q, takes);
     check_strides_and_alignment(a.q, kQ);
-    constexpr int64_t kMaxTokens = int64_t{1} << 26;   // tokens * splits is the grid's x
     require(a.batch() < kMaxTokens && a.s_q() < kMaxTokens && a.tokens() < kMaxTokens, kQ, a.q, "fewer than 2^26 tokens (b * s_q)");
 }
 
@@ -122,7 +124,7 @@ void check_indices(const SparseDecodeArguments& a, const Tensor& indices, const 
     require(indices.size(0) == a.batch() && indices.size(1) == a.s_q(), argument, indices, takes);
     require(is_last_dim_contiguous(indices), argument, indices, takes);
     check_strides_and_alignment(indices, argument);
-    require(indices.size(2) < (int64_t{1} << 30), argument, indices, "topk below 2^30");
+    require(indices.size(2) < kMaxTopk, argument, indices, "topk below 2^30");
 }
 
 void check_vector(const SparseDecodeArguments& a, const OptionalTensor& t, const char* argument, ScalarType dtype,
@@ -258,7 +260,7 @@ void sparse_decode_check(Tensor q, Tensor kv, Tensor indices, OptionalTensor top
 
 std::vector<int64_t> sparse_decode_plan(int64_t tokens, int64_t width, int64_t heads, int64_t num_sms,
                                         bool enable_batch_invariant) {
-    constexpr int64_t kMaxTokens = int64_t{1} << 26, kMaxWidth = int64_t{1} << 31;   // of a call: see check_q and check_indices
+    constexpr int64_t kMaxWidth = 2 * kMaxTopk;   // both caches'
     if (tokens < 0 || tokens >= kMaxTokens) refuse("tokens", number(tokens), "0.." + number(kMaxTokens - 1));
     if (width < 0 || width >= kMaxWidth) refuse("width", number(width), "0.." + number(kMaxWidth - 1));
     if (heads < 1 || heads > kMaxHeads) refuse("heads", number(heads), "1..128");

@@ -19,9 +19,4 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same barrier, without waiting.
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 }  // namespace flash_mla::ptx

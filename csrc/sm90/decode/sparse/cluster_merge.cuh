@@ -8,7 +8,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/quad.cuh"
+#include "ptx/reduce.cuh"
 #include "plan.h"
 #include "sm90/decode/sparse/params.h"
 
@@ -43,15 +43,13 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.unit_bytes<C>());
 }
 
-// A head's log-sum-exp of this split (base 2; -inf without keys) to CTAs first, first + step, ... of the cluster. To the own one
-// by an ordinary store, seen after the CTA's next barrier: memcheck takes a cluster of one CTA for none.
+// A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, seen
+// after the CTA's next barrier: memcheck takes a cluster of one CTA for none.
 template <class C>
-__device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, SplitsOfTile splits, int first, int step) {
+__device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, SplitsOfTile splits, int peer) {
     const uint32_t at = shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank);
-    for (int peer = first; peer < splits.count; peer += step) {
-        if (peer == splits.rank) ptx::st_shared_f32(at, lse);
-        else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
-    }
+    if (peer == splits.rank) ptx::st_shared_f32(at, lse);
+    else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
 }
 
 // 16 bytes of a partial result to their owner; `to`: where in its shared memory. Likewise.

@@ -13,10 +13,6 @@ inline constexpr int kMaxHeads = 128;   // h_q
 inline constexpr int kTileDims = 64;
 inline constexpr int kUnitDims = 16;    // M of the values' matrix product: the grain in which splits share the merge
 
-// The SMs send each other 16 bytes a cycle, so tiles of 16 and 64 rows send partial results rounded to bf16 if there are at least
-// so many splits; their roundings average out. Of fewer splits, and of 8 rows, in fp32.
-inline constexpr int kBf16Splits = 4;
-
 // What a CTA receives at most, if a unit has so many bytes in fp32: splits * ceil(32 / splits) units of fp32, the maximum over
 // splits is 45 at 15, or 33 at 3, or half of 45.
 constexpr int incoming_bytes(int unit_bytes, bool may_send_bf16) { return (may_send_bf16 ? 33 : 45) * unit_bytes; }

@@ -65,7 +65,7 @@ struct Config {
     static constexpr int kStageBytes = kKeys * kRowPitch;
     static_assert(kRowPitch % 32 == 16);
     // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through the weights' place. When the
-    // last block has been weighed, everything from the scores to the rows' exponents is free to receive the partial results of
+    // last block has been weighed and multiplied, everything from the scores to the rows' exponents is free to receive the partial results of
     // the peers: [split][unit][head group][lane], 16 bytes each, or of bf16 [split][unit][lane].
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
@@ -106,7 +106,8 @@ struct Config {
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
-    static constexpr int kTileFlagsOffset = kWeighedBarrierOffset + 8 * kStages;     // [score warp], see TileFlags
+    static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
+    static constexpr int kTileFlagsOffset = kShareBarrierOffset + 8;     // [score warp], see TileFlags
     static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kScoreWarps;   // [warp], of this CTA, see zero_rows.cuh
     static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
     static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
@@ -114,7 +115,6 @@ struct Config {
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles == kScoreWarps);   // a score warp converts a tile of Q
-    static_assert(!kSkipsZeros || kHeadGroups == 1);
     static_assert(kSharedBytes <= 227 * 1024 && 2 * (kSharedBytes + 1024) > 228 * 1024);   // one CTA an SM
 };
 

@@ -25,6 +25,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
                               work.heads, p.q_aligned16};
     if (threadIdx.x == 0) {
         feeder.ring.init_barriers();
+        ptx::mbarrier_init(shared_address + C::kShareBarrierOffset, 32 * C::kScoreWarps);
         ptx::st_shared_u32(shared_address + C::kTokenOffset, token);
         expect_peers<C>(shared_address, splits, work.is_zero_row ? 4 : 0);
     }
@@ -129,7 +130,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
             stage = stage.next<C>();
         }
         ptx::barrier_cluster_arrive_relaxed();
-        wait_for_score_warps<C>();
+        ptx::mbarrier_wait(shared_address + C::kShareBarrierOffset, 0);   // what the split counts, and the sinks' factors
         if (alone) {
             write_alone<C>(p, acc, role, shared_address, lane);
             return;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     const bool has_head = C::kSkipsZeros && is_zero_row ? head < p.h_q : softmax.is_first_of_head(lane);
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
     if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
-    tell_value_warps<C>();
+    ptx::mbarrier_arrive(shared + C::kShareBarrierOffset);   // the value warps wait for that
     if (splits.rank != 0) return;
     const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
     if (!has_head) return;

@@ -47,10 +47,4 @@ __device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(1, 32 * C
 template <class C>
 __device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(2, 32 * C::kValueWarps); }
 
-// The score warps have stored something for the value warps, which wait for it.
-template <class C>
-__device__ __forceinline__ void tell_value_warps() { ptx::barrier_arrive(3, C::kThreads); }
-template <class C>
-__device__ __forceinline__ void wait_for_score_warps() { ptx::barrier_sync(3, C::kThreads); }
-
 }  // namespace flash_mla::sm90::head16

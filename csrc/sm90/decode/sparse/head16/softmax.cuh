@@ -6,7 +6,7 @@
 
 #include "ptx/convert.cuh"
 #include "ptx/packed.cuh"
-#include "ptx/quad.cuh"
+#include "ptx/reduce.cuh"
 #include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/head16/scores.cuh"
@@ -86,9 +86,7 @@ struct Softmax {
         const float total = second ? sum[C::kOwnHeads - 1] : sum[0];
         own_total = total;
         own_lse = total == 0.f ? -INFINITY : (second ? reference[C::kOwnHeads - 1] : reference[0]) + ptx::lg2(total);   // -inf: no key
-        const uint32_t at = splits_of_head(shared, warp, lane) + 4 * splits.rank;
-        if (split == splits.rank) ptx::st_shared_f32(at, own_lse);   // memcheck takes a cluster of one CTA for none
-        else if (split < splits.count && (second || lane < kMaxSplits)) ptx::st_async(ptx::mapa(at, split), own_lse, ptx::mapa(shared + C::kLseBarrierOffset, split));
+        if (split < splits.count && (second || lane < kMaxSplits)) send_lse<C>(own_lse, head_of_lane(warp, lane), shared, splits, split);
         __syncwarp();
     }
 

@@ -87,7 +87,7 @@ __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float lse = rows.lse(r);
-        send_lse<C>(lse, head_of(thread, r), shared, splits, t, 4);
+        for (int peer = t; peer < splits.count; peer += 4) send_lse<C>(lse, head_of(thread, r), shared, splits, peer);
     }
 }
 

@@ -6,7 +6,7 @@
 
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/quad.cuh"
+#include "ptx/reduce.cuh"
 #include "sm90/decode/sparse/head64/config.h"
 
 namespace flash_mla::sm90::head64 {

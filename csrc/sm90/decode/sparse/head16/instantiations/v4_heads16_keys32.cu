@@ -3,4 +3,6 @@
 namespace flash_mla::sm90::head16 {
 template cudaError_t max_splits<V4Record, 2, 32, false>(int*);
 template cudaError_t launch<V4Record, 2, 32, false>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t max_splits<V4Record, 2, 32, true>(int*);
+template cudaError_t launch<V4Record, 2, 32, true>(const SparseDecodeParams&, int64_t, cudaStream_t);
 }

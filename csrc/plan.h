@@ -62,9 +62,10 @@ inline Waves waves_of(int64_t clusters, int splits, int num_sms) {
 }
 
 // Splits are multiples of 16 keys.
+inline int64_t key_groups(int64_t width) { return std::max<int64_t>(1, (width + 15) / 16); }
+
 inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
-    const int64_t groups = std::max<int64_t>(1, (width + 15) / 16), in_block = plan.block_keys / 16;
-    const int64_t in_split = (groups + plan.splits - 1) / plan.splits;
+    const int64_t in_split = (key_groups(width) + plan.splits - 1) / plan.splits, in_block = plan.block_keys / 16;
     return static_cast<double>((in_split + in_block - 1) / in_block);
 }
 
@@ -78,17 +79,24 @@ inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, 
     return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 2.97;
 }
 
-// The same of tiles of 64 rows.
+// The same of tiles of 64 rows, none of which are zero.
 inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double merge = plan.splits == 1 ? 0.0 : plan.splits < kBf16Splits ? 3.9 : 1.3 + 0.1 * plan.splits;
-    const double block = 2.06 + 0.17 * waves.load;
-    return 5.33 + 0.96 * waves.load + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 7.07;
+    const double merge = plan.splits == 1 ? 0.0 : plan.splits < kBf16Splits ? 4.0 + 0.7 * waves.load : 1.3 + 0.1 * plan.splits;
+    const double block = 2.24 + 0.17 * waves.load;
+    return 5.8 + 0.96 * waves.load + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 7.07;
 }
 
-// What skipping zero rows takes besides the zero row's cluster. That one merges even if it is one split; in a padded call it writes the
-// results of all skipped tiles.
-inline double zero_rows_us(const Plan& plan, bool is_padded) { return plan.splits == 1 ? (is_padded ? 2.5 : 1.4) : (is_padded ? 1.0 : 0.2); }
+// And of tiles of 64 rows whose rows from 16 on are zero: tiles of 16 and the zero row. One split writes that by fewer warps.
+inline double padded_large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
+    const Waves waves = waves_of(clusters, plan.splits, num_sms);
+    const double zero_row = plan.splits == 1 ? 3.3 : 1.8 + 1.2 * waves.load;
+    return small_tiles_us({16, plan.splits, 64}, clusters, width, num_sms) + zero_row + waves.count * blocks_of_longest_split(width, plan) * 0.25;
+}
+
+// What skipping zero rows takes, with smaller tiles, besides the zero row's cluster. That one merges even if it is one split; in a padded
+// call it writes the results of all skipped tiles.
+inline double zero_rows_us(const Plan& plan, bool is_padded) { return plan.splits == 1 ? (is_padded ? 2.5 : 1.4) : (is_padded ? 1.4 : 0.2); }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.
 struct Choice {
@@ -97,8 +105,8 @@ struct Choice {
 };
 
 template <class Estimate>
-void choose_splits(Choice& best, int head_tile, int block_keys, Estimate estimate) {
-    for (int splits = 1; splits <= kMaxSplits; ++splits) {
+void choose_splits(Choice& best, int head_tile, int block_keys, int64_t width, Estimate estimate) {
+    for (int splits = 1; splits <= std::min<int64_t>(kMaxSplits, key_groups(width)); ++splits) {
         const Plan plan{head_tile, splits, block_keys};
         const double us = estimate(plan);
         if (us < best.us) best = {plan, us};
@@ -110,7 +118,7 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
     Choice best{{8, 1, 32}};
     auto try_tile = [&](int head_tile, int block_keys) {
         const int64_t clusters = tokens * tiles_of_token(head_tile, heads);
-        choose_splits(best, head_tile, block_keys, [&](const Plan& plan) {
+        choose_splits(best, head_tile, block_keys, width, [&](const Plan& plan) {
             return small_tiles_us(plan, clusters, width, num_sms);
         });
     };
@@ -121,27 +129,30 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
     return best.plan;
 }
 
-// More: tiles of 64 rows, or tiles of 8 or 16, which skip zero rows. Callers pad 8 or 16 heads to 64, others have 64, and the host
-// cannot look at q. So for 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two
-// cases, and a choice that would make real heads wait 1.4 times as long as tiles of 64 rows is not taken.
+// More: tiles of 64 rows, or of 8 or 16. Callers pad 8 or 16 heads to 64, others have 64, and the host cannot look at q. So for
+// 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two cases, and a choice that would make
+// real heads wait 1.4 times as long as the best for them in tiles of 64 is not taken.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
-    Choice large{{64, 1, 64}};
-    choose_splits(large, 64, 64, [&](const Plan& plan) { return large_tiles_us(plan, tokens * tiles_of_token(64, heads), width, num_sms); });
-    Choice best = large;
-    auto try_tile = [&](int head_tile, int block_keys) {
-        choose_splits(best, head_tile, block_keys, [&](const Plan& plan) {
-            auto us = [&](int64_t working, bool is_padded) {
-                return small_tiles_us(plan, tokens * working, width, num_sms) + zero_rows_us(plan, is_padded);
-            };
-            const double real = us(tiles_of_token(head_tile, heads), false);
-            if (real > 1.4 * large.us) return std::numeric_limits<double>::infinity();
-            if (heads != 64) return real;
-            const double padded = us(16 / head_tile + 1, true);   // 16 real heads, and the zero row
-            return std::cbrt(padded * padded * real);
-        });
+    const int64_t large_tiles = tokens * tiles_of_token(64, heads);
+    Choice for_real{{64, 1, 64}};
+    choose_splits(for_real, 64, 64, width, [&](const Plan& plan) { return large_tiles_us(plan, large_tiles, width, num_sms); });
+    auto weigh = [&](double real, double padded) {
+        if (real > 1.4 * for_real.us) return std::numeric_limits<double>::infinity();
+        return heads == 64 ? std::cbrt(padded * padded * real) : real;
     };
+    Choice best{for_real.plan};
+    choose_splits(best, 64, 64, width, [&](const Plan& plan) {
+        return weigh(large_tiles_us(plan, large_tiles, width, num_sms), padded_large_tiles_us(plan, large_tiles, width, num_sms));
+    });
     for (int block_keys : {32, 64}) {
-        for (int head_tile : {8, 16}) try_tile(head_tile, block_keys);
+        for (int head_tile : {8, 16}) {
+            choose_splits(best, head_tile, block_keys, width, [&](const Plan& plan) {
+                auto us = [&](int64_t working, bool is_padded) {
+                    return small_tiles_us(plan, tokens * working, width, num_sms) + zero_rows_us(plan, is_padded);
+                };
+                return weigh(us(tiles_of_token(head_tile, heads), false), us(16 / head_tile + 1, true));   // 16 real heads, and the zero row
+            });
+        }
     }
     return best.plan;
 }

@@ -14,17 +14,21 @@ from flash_mla.testing import assert_close_flashmla, make_case, poison_unused
 
 # (splits, block_keys)
 LAYOUTS = ((1, 64), (1, 32), (16, 32))
-# Tiles of 8 rows: one, and several that skip zero rows; one tile of 16 rows; one of 64.
-CASES = ((V4, 5, 8), (V4, 20, 8), (V4, 12, 16), (V4, 20, 64), (V32, 20, 8), (V32, 20, 64))
+# Heads, those that are not zero, head tile. Tiles of 8 rows: one, and several that skip zero rows; one tile of 16 rows; one of 64, padded
+# and not.
+CASES = (
+    (V4, 5, 5, 8), (V4, 20, 11, 8), (V4, 12, 11, 16), (V4, 20, 11, 64), (V4, 20, 20, 64),
+    (V32, 20, 11, 8), (V32, 20, 11, 64), (V32, 20, 20, 64),
+)  # fmt: skip
 
 
 def cases():
-    for record, h_q, head_tile in CASES:
+    for record, h_q, real, head_tile in CASES:
         case = make_case(
             3, 2, h_q, 130, 65, record=record, page=3, extra_page=64, sinks=True,
             lengths=[130, 0, 77], extra_lengths=[0, 0, 65], invalid_fraction=0.2,
         )  # fmt: skip
-        case.q[:, :, 11:] = 0
+        case.q[:, :, real:] = 0
         yield case, head_tile
 
 

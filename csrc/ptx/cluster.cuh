@@ -43,6 +43,11 @@ __device__ __forceinline__ void st_async(uint32_t address, float v, uint32_t bar
                  "r"(__float_as_uint(v)), "r"(barrier)
                  : "memory");
 }
+__device__ __forceinline__ void st_async(uint32_t address, float2 v, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address),
+                 "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(barrier)
+                 : "memory");
+}
 __device__ __forceinline__ void st_async(uint32_t address, float4 v, uint32_t barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
                  "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),

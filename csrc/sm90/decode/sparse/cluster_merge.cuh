@@ -32,15 +32,15 @@ struct SplitsOfTile {
     }
 };
 
-// By one thread, before the CTA first arrives at the barrier of the cluster. `more_bytes` from each peer, besides its
-// log-sum-exps.
+// By one thread, before the CTA first arrives at the barrier of the cluster. From each peer, besides log-sum-exps of C::kHeads heads
+// and units: `more_bytes` with those, `more_unit_bytes` with each of these.
 template <class C>
-__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, int more_bytes = 0) {
+__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, int more_bytes = 0, int more_unit_bytes = 0) {
     ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
     ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
-    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.unit_bytes<C>());
+    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * (splits.unit_bytes<C>() + more_unit_bytes));
 }
 
 // A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, seen
@@ -60,6 +60,13 @@ __device__ __forceinline__ void send(float4 v, uint32_t to, int owner, uint32_t 
     } else {
         ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
     }
+}
+
+// 8 bytes.
+template <class C>
+__device__ __forceinline__ void send(float2 v, uint32_t to, int owner, uint32_t shared, SplitsOfTile splits) {
+    if (owner == splits.rank) ptx::st_shared_f32x2(to, v);
+    else ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
 }
 
 // The log-sum-exp of a head over all splits, base 2, -inf without keys. `of_head`: its first split's in shared memory. By a

@@ -7,7 +7,10 @@ namespace flash_mla {
 // Keys are handled in groups of 16, the K of mma.m16n8k16. A group never spans two caches.
 inline constexpr int kKeysPerGroup = 16;
 
+inline constexpr int kMaxSharedBytes = 227 * 1024;   // of a CTA of SM90
+
 inline constexpr int kMaxHeads = 128;   // h_q
+inline constexpr int kLargeTile = 64;   // rows of the largest head tile
 
 // Dims of a tile: 128 bytes of bf16, the width of a swizzle; of e4m3, what a lane quad covers with a 16-byte load per lane.
 inline constexpr int kTileDims = 64;

@@ -11,25 +11,37 @@ namespace flash_mla::sm90::head16 {
 
 inline constexpr int kLikelyHeads = 16;  // the first rows of a padded call, which are real most often
 
-// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kSkipsZeros: a token has more
-// tiles than this one, and those of zero rows are skipped.
+// What becomes of rows of q that are all zero, with which callers pad.
+enum class ZeroRows {
+    kComputed,   // the same as of others
+    kCluster,    // tiles of them are skipped; of each token one cluster more computes the zero row
+    kColumn      // none but zero rows may follow the tile: the zero row is one more row of its scores, and column of its results
+};
+
+// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.
 //
 // A block's scores are the work of 8 warps, the score warps, and its values that of 8 others, the value warps: while these
 // multiply a block, the score warps compute the scores of the next one.
-template <class Record_, int kHeadGroups_, int kKeys_, bool kSkipsZeros_>
+template <class Record_, int kHeadGroups_, int kKeys_, ZeroRows kZeroRows_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeadGroups = kHeadGroups_;
     static constexpr int kKeys = kKeys_;
-    static constexpr bool kSkipsZeros = kSkipsZeros_;
+    static constexpr ZeroRows kZeroRows = kZeroRows_;
+    static constexpr bool kSkipsZeros = kZeroRows == ZeroRows::kCluster, kHasZeroColumn = kZeroRows == ZeroRows::kColumn;
     static constexpr int kHeads = 8 * kHeadGroups;
+    static constexpr bool kMayBeWide = !kHasZeroColumn;   // Q, see TileFlags: head64/kernel.cuh leaves those to its other kind of tile
+    // With the zero row, if it is one of the tile's.
+    static constexpr int kScoredHeads = kHeads + kHasZeroColumn, kColumnGroups = kHeadGroups + kHasZeroColumn;
+    // The rows whose results the cluster may have to write.
+    static constexpr int kMaxRows = kSkipsZeros ? kMaxHeads : kHasZeroColumn ? kLargeTile : kHeads;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
     static constexpr int kScoreWarps = 8, kValueWarps = 8;
     static constexpr int kWarps = kScoreWarps + kValueWarps;
     static constexpr int kThreads = 32 * kWarps;
     // With much of Q and many keys in their hands, score warps take registers over from the value warps.
     static constexpr bool kMovesRegisters = kHeadGroups == 2 || kKeys == 64;
-    static constexpr int kScoreRegisters = 160, kValueRegisters = 96;
+    static constexpr int kScoreRegisters = kHasZeroColumn && Record::kRopeInV ? 152 : 160, kValueRegisters = 256 - kScoreRegisters;
 
     // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
     static constexpr int kDimParts = 2;
@@ -48,6 +60,7 @@ struct Config {
     // Values: every warp accumulates its own dims of V over all keys.
     static constexpr int kValueDims = Record::kDimV / kValueWarps;
     static constexpr int kValueUnits = kValueDims / kUnitDims;
+    static constexpr int kStepsAtOnce = kHasZeroColumn ? 2 : kKeyGroups;   // k steps whose weights are taken at once: with a zero row, registers are short
     static constexpr int kUnits = Record::kDimV / kUnitDims;
 
     // Shared memory, in bytes from its start.
@@ -68,17 +81,18 @@ struct Config {
     // last block has been weighed and multiplied, everything from the scores to the rows' exponents is free to receive the partial results of
     // the peers: [split][unit][head group][lane], 16 bytes each, or of bf16 [split][unit][lane].
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
-    static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
+    static constexpr int kScoreBytes = kDimParts * kScoredHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
     static constexpr bool kMaySendBf16 = kHeadGroups == 2;   // see send_partial
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
-    static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
+    static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes; warp 0 also the zero row's
+    static_assert(!kHasZeroColumn || kOwnHeads == 2);
     static constexpr int kQuantizedRows = Record::kNumScales;
-    static constexpr int kWeightBytes = kHeads * kKeys * 2;
+    static constexpr int kWeightBytes = 8 * kColumnGroups * kKeys * 2;
     static constexpr int kFactorOffset = 2 * kWeightBytes;                          // from the place's start
     static constexpr int kHeadRescaleOffset = kFactorOffset + kQuantizedRows * kKeys * 2;   // [head]
-    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + kHeads * 4;                // [scale row]: {rescale, whether weights are bf16}
+    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + (kScoredHeads + 1) / 2 * 8;   // [scale row]: {rescale, whether weights are bf16}
     static constexpr int kUpdateFlagsOffset = (kRowUpdateOffset + kQuantizedRows * 8 + 15) / 16 * 16;   // [score warp]
     static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + kScoreWarps * 4;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
@@ -87,8 +101,21 @@ struct Config {
     static constexpr int kScaleArrayBytes = kScaleRows * kScaleStride * 4;   // of scales, of exponents, of mantissas
     static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
 
-    static constexpr int kRingOffset = 0;
-    static constexpr int kScoreOffset = kStages * kStageBytes;
+    // Barriers, and flags. Of a tile with a zero row behind everything else, out of the way of head64/config.h's: its kernel has both.
+    static constexpr int kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - 160 : 0;
+    static constexpr int kLseBarrierOffset = kBarriersOffset;
+    static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
+    static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
+    static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
+    static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
+    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;   // see head64/padding.cuh
+    static constexpr int kTileFlagsOffset = kLookBarrierOffset + 8, kTileFlagsEnd = kTileFlagsOffset + 4 * kScoreWarps;   // [score warp], see TileFlags
+    static_assert(!kHasZeroColumn || kTileFlagsEnd <= kMaxSharedBytes);
+    static constexpr int kNonzeroTilesOffset = kHasZeroColumn ? 0 : kTileFlagsEnd;         // [warp], of this CTA, see zero_rows.cuh
+    static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;  // [split]
+    static constexpr int kClusterOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
+    static constexpr int kRingOffset = (kClusterOffset + 4 + 127) / 128 * 128;
+    static constexpr int kScoreOffset = kRingOffset + kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
     static constexpr int kScaleArraysOffset = kScoreOffset + 2 * kScoreBytes;
     static constexpr int kMaskOffset = kScaleArraysOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
@@ -96,26 +123,20 @@ struct Config {
     static_assert(kWeightOffset % 16 == 0);
     static constexpr int kQueryOffset = kWeightOffset;   // in the beginning
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
+    static constexpr int kZeroIncomingOffset = kIncomingOffset + incoming_bytes(kUnitBytes, kMaySendBf16);   // [split][unit][dim] fp32
+    static constexpr int kZeroUnitBytes = kHasZeroColumn ? kUnitDims * 4 : 0, kZeroIncomingBytes = incoming_bytes(kZeroUnitBytes, false);
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
-        std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kIncomingOffset + incoming_bytes(kUnitBytes, kMaySendBf16)});
+        std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kZeroIncomingOffset + kZeroIncomingBytes});
     static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
     static_assert(kShareOffset % 16 == 0);
-    static constexpr int kPeerLseOffset = kShareOffset + kHeads * 4;           // [head][split]
-    static constexpr int kSinkOffset = kPeerLseOffset + kHeads * kMaxSplits * 4;  // [head of the tile or, for the zero row, of the token], base 2
-    static constexpr int kLseBarrierOffset = kSinkOffset + 4 * (kSkipsZeros ? kMaxHeads : kHeads);
-    static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
-    static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
-    static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
-    static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
-    static constexpr int kTileFlagsOffset = kShareBarrierOffset + 8;     // [score warp], see TileFlags
-    static constexpr int kNonzeroTilesOffset = kTileFlagsOffset + 4 * kScoreWarps;   // [warp], of this CTA, see zero_rows.cuh
-    static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;       // [split]
-    static constexpr int kTokenOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
-    static constexpr int kSharedBytes = (kTokenOffset + 4 + 15) / 16 * 16;
+    static constexpr int kPeerLseOffset = kShareOffset + (kScoredHeads + 3) / 4 * 16;   // [head][split]
+    static constexpr int kSinkOffset = kPeerLseOffset + kScoredHeads * kMaxSplits * 4;   // [row], base 2
+    static constexpr int kSinksEnd = kSinkOffset + 4 * kMaxRows, kSharedBytes = kHasZeroColumn ? kMaxSharedBytes : kSinksEnd;
+    static_assert(!kHasZeroColumn || kSinksEnd <= kBarriersOffset);
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles == kScoreWarps);   // a score warp converts a tile of Q
-    static_assert(kSharedBytes <= 227 * 1024 && 2 * (kSharedBytes + 1024) > 228 * 1024);   // one CTA an SM
+    static_assert(kSharedBytes <= kMaxSharedBytes && 2 * (kSharedBytes + 1024) > 228 * 1024);   // one CTA an SM
 };
 
 // Whether a part's last tile is RoPE (bf16, scale 1).

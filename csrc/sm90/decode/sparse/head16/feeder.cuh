@@ -44,7 +44,13 @@ struct KeyFeeder {
     __device__ __forceinline__ void locate_first() { found.locate(p, lists, place_in_round(0), slot); }
     // Behind the copies of the first round's first blocks.
     __device__ __forceinline__ void load_next_slots(int first_block) {
-        if (first_block < blocks) slot = SlotAddress(p, lists, place_in_round(first_block)).load();
+        if constexpr (C::kHasZeroColumn) {   // registers are short: the lists' addresses are worked out anew
+            const ClusterWork<C> work(p, ptx::ld_shared_u32(ring.shared + C::kClusterOffset));
+            lists.main = index_list(p.source[0], work.batch, work.row), lists.extra = index_list(p.source[1], work.batch, work.row);
+        }
+        SlotAddress address(p, lists, place_in_round(first_block));
+        address.exists &= first_block < blocks;
+        slot = address.load();   // always: a new value needs no register of the old one
     }
 
     // Block i, if there is one, into its stage. Block by block.
@@ -54,7 +60,7 @@ struct KeyFeeder {
             found.locate(p, lists, place_in_round(i), slot);
             load_next_slots(i + C::kBlocksPerRound);
         }
-        if (block_of_round == i % C::kBlocksPerRound) ring.copy(s, key, found);
+        if (block_of_round == i % C::kBlocksPerRound) ring.copy(s, C::kHasZeroColumn ? ptx::opaque(key) : key, found);
         __syncwarp();
     }
 

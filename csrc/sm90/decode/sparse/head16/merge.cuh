@@ -19,16 +19,20 @@ struct OutputTile {
     uint16_t* out;          // of the tile's first head
     float* lse;
     int heads;              // rows of the tile that exist; none in the cluster of the zero row
-    uint32_t zero_tiles;    // bit i: tile i of the token gets the zero row's result
+    int rows;               // that may get the zero row's result,
+    uint32_t zero_tiles;    // bit i: and tile i of them does
 
     template <class C>
     __device__ __forceinline__ static OutputTile make(const SparseDecodeParams& p, uint32_t shared, int lane) {
         // Anew, from shared memory: it costs less than registers in the loop.
-        const ClusterWork<C> work(p, ptx::ld_shared_u32(shared + C::kTokenOffset));
+        const ClusterWork<C> work(p, ptx::ld_shared_u32(shared + C::kClusterOffset));
+        uint32_t zero_tiles = 0;
+        if (C::kHasZeroColumn) zero_tiles = tiles_of_rows<C>(work.rows) & ~1u;
+        else if (work.is_zero_row) zero_tiles = zero_tiles_of_token<C>(p, shared, lane);
         return {p.out + static_cast<uint64_t>(work.batch) * p.out_stride_b + static_cast<uint64_t>(work.row) * p.out_stride_s +
                     static_cast<uint64_t>(work.first_head) * p.out_stride_h,
                 p.lse + (static_cast<uint64_t>(work.batch) * p.h_q + work.first_head) * p.s_q.divisor + work.row,
-                work.is_zero_row ? 0 : work.heads, work.is_zero_row ? zero_tiles_of_token<C>(p, shared, lane) : 0};
+                work.is_zero_row ? 0 : work.heads, work.rows, zero_tiles};
     }
 };
 
@@ -43,6 +47,16 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     const bool has_head = C::kSkipsZeros && is_zero_row ? head < p.h_q : softmax.is_first_of_head(lane);
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
     if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
+    if constexpr (C::kHasZeroColumn) {   // for the rows behind the tile
+        const float zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
+        const OutputTile tile = OutputTile::make<C>(p, shared, lane);
+        const int row = C::kHeads + threadIdx.x;
+        if (row < tile.rows) {
+            const uint32_t at = shared + C::kSinkOffset + 4 * row;
+            ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), zero_lse));
+            if (splits.rank == 0) tile.lse[row * static_cast<uint64_t>(p.s_q.divisor)] = zero_lse * 0.69314718f;
+        }
+    }
     ptx::mbarrier_arrive(shared + C::kShareBarrierOffset);   // the value warps wait for that
     if (splits.rank != 0) return;
     const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
@@ -56,7 +70,7 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
 // split counts, and the exponent of the scales.
 template <class C>
 struct PartialWeight {
-    float share[C::kHeadGroups][2], power;
+    float share[C::kColumnGroups][2], power;
 
     __device__ __forceinline__ PartialWeight(const WarpRole<C>& role, uint32_t shared, int lane) {
         const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
@@ -66,10 +80,35 @@ struct PartialWeight {
             const float2 v = ptx::ld_shared_f32x2(shared + C::kShareOffset + 32 * n + 8 * (lane % 4));
             share[n][0] = v.x * unbias, share[n][1] = v.y * unbias;
         }
+        if constexpr (C::kHasZeroColumn) share[C::kHeadGroups][0] = share[C::kHeadGroups][1] = ptx::ld_shared_f32(shared + C::kShareOffset + 4 * C::kHeads) * unbias;
     }
     // Element i of a unit's accumulator for group n.
-    __device__ __forceinline__ float apply(const float (&unit)[C::kHeadGroups][4], int n, int i) const { return unit[n][i] * share[n][i % 2] * power; }
+    __device__ __forceinline__ float apply(const float (&unit)[C::kColumnGroups][4], int n, int i) const { return apply(unit[n][i], n, i); }
+    __device__ __forceinline__ float apply(float element, int n, int i) const { return element * share[n][i % 2] * power; }
 };
+
+// Where the zero row's partial result of a unit lies, in fp32, 4 pairs of dims as lanes g hold them.
+template <class C>
+__device__ __forceinline__ uint32_t incoming_zero_unit(uint32_t shared, SplitsOfTile splits, int from, int local) {
+    return shared + C::kZeroIncomingOffset + (from * splits.units_per_owner<C>() + local) * C::kZeroUnitBytes;
+}
+
+// All lanes of a quad hold the same two dims of all the warp's units: each sends those of one. Rounded if the heads' are.
+template <class C>
+__device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc, const PartialWeight<C>& weight, const WarpRole<C>& role,
+                                                      uint32_t shared, SplitsOfTile splits, int lane) {
+    static_assert(C::kValueUnits == 4);
+    const int u = lane % 4, unit = role.value_warp * C::kValueUnits + u, owner = splits.owner(unit);
+    float x[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const auto of_unit = [&](int n) { return acc.out[n][C::kColumnGroups - 1][2 * i]; };
+        x[i] = weight.apply(u < 2 ? (u == 0 ? of_unit(0) : of_unit(1)) : (u == 2 ? of_unit(2) : of_unit(3)), C::kColumnGroups - 1, 2 * i);
+        if (splits.send_bf16<C>()) x[i] = ptx::f32_of_bf16_lo(ptx::cvt_bf16x2_f32(x[i], 0.f));
+    }
+    const uint32_t at = incoming_zero_unit<C>(shared, splits, splits.rank, splits.local(unit)) + lane / 4 * 8;
+    send<C>(float2{x[0], x[1]}, at, owner, shared, splits);
+}
 
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit and head group, two dims of its heads, or, as
 // bf16, 16 bytes of both groups.
@@ -91,7 +130,11 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Wa
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) send<C>(make_float4(v(n, 0), v(n, 1), v(n, 2), v(n, 3)), at + 512 * n, owner, shared, splits);
     }
+    if constexpr (C::kHasZeroColumn) send_partial_zero_row<C>(acc, weight, role, shared, splits, lane);
 }
+
+template <class C>
+__device__ __forceinline__ bool is_rope_unit(int unit) { return C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims; }
 
 // Where two dims of a head go: two neighbours, or in a RoPE unit the one and the 8th from there. Of unit u those of lanes g.
 struct TwoDims {
@@ -100,7 +143,7 @@ struct TwoDims {
 
     template <class C>
     __device__ __forceinline__ static TwoDims make(const SparseDecodeParams& p, const OutputTile& tile, int head, int unit, int g) {
-        const bool is_rope = C::Record::kRopeInV && unit * kUnitDims >= C::Record::kNopeDims;
+        const bool is_rope = is_rope_unit<C>(unit);
         return {tile.out + static_cast<uint64_t>(head) * p.out_stride_h + unit * kUnitDims + (is_rope ? g : 2 * g), is_rope};
     }
     __device__ __forceinline__ void write(const SparseDecodeParams& p, float a, float b) const {
@@ -109,6 +152,19 @@ struct TwoDims {
         else to[0] = static_cast<uint16_t>(pair), to[is_rope ? 8 : 1] = static_cast<uint16_t>(pair >> 16);
     }
 };
+
+// Two dims of the zero row's result, of local unit number `local`, to where write_zero_tiles will look for them.
+template <class C>
+__device__ __forceinline__ void store_zero_row_dims(uint32_t shared, int local, int unit, int g, float a, float b) {
+    const bool is_rope = is_rope_unit<C>(unit);
+    const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + (is_rope ? g : 2 * g));
+    ptx::st_shared_f32(to, a);
+    ptx::st_shared_f32(to + (is_rope ? 32 : 4), b);
+}
+
+template <class C>
+__device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
+                                                 int thread, int threads);
 
 // One split: nothing to add up.
 template <class C>
@@ -129,6 +185,16 @@ __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const A
             }
         }
     }
+    if (!C::kHasZeroColumn || tile.zero_tiles == 0) return;
+    sync_value_warps<C>();   // nobody needs the ring any more
+#pragma unroll
+    for (int u = 0; u < C::kValueUnits; ++u) {
+        const int unit = role.value_warp * C::kValueUnits + u;
+        const auto x = [&](int i) { return weight.apply(acc.out[u], C::kColumnGroups - 1, 2 * i); };
+        if (lane % 4 == 0) store_zero_row_dims<C>(shared, unit, unit, lane / 4, x(0), x(1));
+    }
+    sync_value_warps<C>();
+    write_zero_tiles<C>(p, tile, shared, SplitsOfTile(p), threadIdx.x - 32 * C::kScoreWarps, 32 * C::kValueWarps);
 }
 
 // A thread's part in adding up the CTA's own units and writing them: what a lane has sent of a unit, two dims of some heads.
@@ -169,10 +235,7 @@ struct UnitPart {
             }
         }
         if (C::kSkipsZeros && tile.zero_tiles != 0 && first_head == 0) {   // all rows are the zero row
-            const int dim = static_cast<int>(dims[0][0].to - tile.out) - splits.own_unit(local) * kUnitDims;
-            const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + dim);
-            ptx::st_shared_f32(to, sum[0][0][0]);
-            ptx::st_shared_f32(to + (dims[0][0].is_rope ? 32 : 4), sum[0][1][0]);
+            store_zero_row_dims<C>(shared, local, splits.own_unit(local), threadIdx.x % 32 / 4, sum[0][0][0], sum[0][1][0]);
         }
     }
 
@@ -200,12 +263,29 @@ struct UnitPart {
     }
 };
 
-// After all units and a barrier of the CTA: the zero row's result for the skipped tiles. A thread takes 8 dims of some heads.
+// Adds up the CTA's own units of a zero row that is a column of the results: a thread two dims.
 template <class C>
-__device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
+__device__ __forceinline__ void add_zero_row(uint32_t shared, SplitsOfTile splits) {
+    const int thread = C::kThreads - 1 - threadIdx.x, local = thread / 8, g = thread % 8;   // those that have no part in the heads' units
+    if (local >= splits.own_units<C>()) return;
+    const uint32_t from = incoming_zero_unit<C>(shared, splits, 0, local) + 8 * g;
+    const uint32_t stride = incoming_zero_unit<C>(0, splits, 1, 0) - incoming_zero_unit<C>(0, splits, 0, 0);
+    float2 sum = {0.f, 0.f};
+#pragma unroll 4
+    for (int s = 0; s < splits.count; ++s) {
+        const float2 v = ptx::ld_shared_f32x2(from + s * stride);
+        sum.x += v.x, sum.y += v.y;
+    }
+    store_zero_row_dims<C>(shared, local, splits.own_unit(local), g, sum.x, sum.y);
+}
+
+// After all units and a barrier: the zero row's result for the tiles that get it. By `threads` threads; each takes 8 dims of some heads.
+template <class C>
+__device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
+                                                 int thread, int threads) {
     const int chunks = splits.own_units<C>() * (kUnitDims / 8);   // of 8 dims, up to 64
     const int bits = 32 - __clz(chunks - 1);   // 2^bits threads a head
-    const int chunk = threadIdx.x & ((1 << bits) - 1);
+    const int chunk = thread & ((1 << bits) - 1);
     if (chunk >= chunks) return;
     const int dim = splits.own_unit(chunk / 2) * kUnitDims + chunk % 2 * 8;
     float x[8];
@@ -216,7 +296,7 @@ __device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, co
         x[i + 2] = __uint_as_float(v.z), x[i + 3] = __uint_as_float(v.w);
     }
 #pragma unroll 4
-    for (int head = threadIdx.x >> bits; head < p.h_q; head += C::kThreads >> bits) {
+    for (int head = thread >> bits; head < tile.rows; head += threads >> bits) {
         if (!(tile.zero_tiles >> head / C::kHeads & 1)) continue;
         const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
         uint32_t r[4];

@@ -75,7 +75,8 @@ struct QueryTile {
         });
     }
 
-    // Before anything else. Too wide: some head spans more than f16 can hold. Positive bf16 order like integers; for the
+    // Before anything else. Too wide: some head spans more than f16 can hold. Beside a zero row, also if the first head holds an infinity
+    // or NaN, see ZeroScore. Positive bf16 order like integers; for the
     // least, zeros become 0xffff and the others their magnitude minus 1.
     __device__ __forceinline__ TileFlags examine(const QueryRows& rows, bool is_rope, int lane) {
         const int g = lane / 4;
@@ -95,7 +96,9 @@ struct QueryTile {
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
             exponent[n] = exponent_of_larger(largest);
             const int least_exponent = static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7;
-            if (!is_rope && least_exponent < exponent[n] - 31) flags.bits |= TileFlags::kTooWide;
+            const bool is_finite = exponent[n] != 255;   // what else is in a head that is not, does not matter
+            if (!is_rope && is_finite && least_exponent < exponent[n] - 31) flags.bits |= TileFlags::kTooWide;
+            if (C::kHasZeroColumn && n == 0 && g == 0 && !is_finite) flags.bits |= TileFlags::kTooWide;
         }
         return flags;
     }
@@ -170,24 +173,28 @@ struct Query {
         return is_nonzero(any) ? TileFlags::kNonzero : 0;
     }
 
-    // By the score warps together, through shared memory.
-    __device__ __forceinline__ void convert(const QueryTile<C>& own_tile, bool as_bf16, char* shared, float scale_log2, int part, int warp, int lane) {
-        uint4* all_fragments = reinterpret_cast<uint4*>(shared + C::kQueryOffset);
-        float* unscales = reinterpret_cast<float*>(shared + C::kUnscaleOffset);
-        constexpr int kPerTile = C::kFragmentsPerTile * 32;
+    // By the score warps together, through shared memory: each converts and stores a tile,
+    __device__ __forceinline__ static void convert(const QueryTile<C>& own_tile, bool as_bf16, char* shared, float scale_log2, int warp, int lane) {
         const bool is_rope = Record::kRopeInV && warp == C::kTiles - 1;
+        own_tile.store(fragments(shared) + warp * kPerTile, unscales(shared) + warp * C::kHeads, scale_log2, as_bf16 || is_rope, lane);
+    }
+    // and behind a barrier takes what it needs.
+    __device__ __forceinline__ void take(bool as_bf16, char* shared, int part, int lane) {
         is_bf16 = as_bf16;
-        own_tile.store(all_fragments + warp * kPerTile, unscales + warp * C::kHeads, scale_log2, is_bf16 || is_rope, lane);
-        sync_score_warps<C>();
 #pragma unroll
         for (int j = 0; j < C::kTilesPerPart; ++j) {
             const int tile = C::kTilesPerPart * part + j;
 #pragma unroll
-            for (int f = 0; f < C::kFragmentsPerTile; ++f) fragment[j][f] = all_fragments[tile * kPerTile + f * 32 + lane];
+            for (int f = 0; f < C::kFragmentsPerTile; ++f) fragment[j][f] = fragments(shared)[tile * kPerTile + f * 32 + lane];
 #pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) unscale[j][n] = unscales[tile * C::kHeads + 8 * n + lane / 4];
+            for (int n = 0; n < C::kHeadGroups; ++n) unscale[j][n] = unscales(shared)[tile * C::kHeads + 8 * n + lane / 4];
         }
     }
+
+   private:
+    static constexpr int kPerTile = C::kFragmentsPerTile * 32;
+    __device__ __forceinline__ static uint4* fragments(char* shared) { return reinterpret_cast<uint4*>(shared + C::kQueryOffset); }
+    __device__ __forceinline__ static float* unscales(char* shared) { return reinterpret_cast<float*>(shared + C::kUnscaleOffset); }
 };
 
 }  // namespace flash_mla::sm90::head16

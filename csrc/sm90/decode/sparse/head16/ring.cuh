@@ -12,19 +12,21 @@
 
 namespace flash_mla::sm90::head16 {
 
-// A stage of the ring as offsets: of its rows, its masks, its barrier; and the parity of the barrier's phase.
+// A stage of the ring as offsets: of its rows, its barrier, its masks; and the parity of the barrier's phase.
 struct Stage {
-    uint32_t rows = 0, mask = 0, barrier = 0, parity = 0;
+    uint32_t rows = 0, barrier = 0, parity = 0;
 
     template <class C>
     __device__ __forceinline__ static Stage make(int i) {
-        return {static_cast<uint32_t>(i * C::kStageBytes), static_cast<uint32_t>(i * C::kKeys * 4), static_cast<uint32_t>(8 * i), 0};
+        return {static_cast<uint32_t>(i * C::kStageBytes), static_cast<uint32_t>(8 * i), 0};
     }
     template <class C>
     __device__ __forceinline__ Stage next() const {
         const bool last = barrier == 8 * (C::kStages - 1);
-        return {last ? 0 : rows + C::kStageBytes, last ? 0 : mask + C::kKeys * 4, last ? 0 : barrier + 8, parity ^ last};
+        return {last ? 0 : rows + C::kStageBytes, last ? 0 : barrier + 8, parity ^ last};
     }
+    template <class C>
+    __device__ __forceinline__ uint32_t mask() const { return barrier * (C::kKeys * 4 / 8); }
 };
 
 // A key, in the hands of the lane that found it.
@@ -72,7 +74,7 @@ struct Ring {
             for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
         }
         if constexpr (Record::kScalesAfterRows) ptx::cp_async_mbarrier_arrive(at);
-        ptx::st_shared_f32(shared + C::kMaskOffset + s.mask + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
+        ptx::st_shared_f32(shared + C::kMaskOffset + s.mask<C>() + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
         ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
         if (!valid) ptx::fence_proxy_async();   // the next block of this stage may bring a key
     }

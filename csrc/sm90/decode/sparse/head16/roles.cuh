@@ -6,20 +6,25 @@
 
 namespace flash_mla::sm90::head16 {
 
-// Of the tiles that may be skipped, the cluster of the zero row (zero_rows.cuh) comes ahead.
+// Of the tiles that may be skipped, the cluster of the zero row (zero_rows.cuh) comes ahead. A tile with a zero row is the
+// beginning of a tile of 64 rows, of which a token may have two: these are neighbours along x.
 template <class C>
 struct ClusterWork {
     uint32_t batch, row;
     bool is_zero_row;
     int first_head, heads;   // heads of the tile that exist
+    int rows;                // whose results the cluster may have to write: of the token or of 64
 
-    __device__ __forceinline__ ClusterWork(const SparseDecodeParams& p, uint32_t token) {
-        const int y = ptx::ctaid_y();
+    // `cluster`: number along x.
+    __device__ __forceinline__ ClusterWork(const SparseDecodeParams& p, uint32_t cluster) {
+        const int y = ptx::ctaid_y(), two_tiles = C::kHasZeroColumn && p.h_q > kLargeTile;
+        const uint32_t token = cluster >> two_tiles;
         batch = p.s_q.divide(token);
         row = token - batch * p.s_q.divisor;
         is_zero_row = C::kSkipsZeros && y == 1;
-        first_head = (C::kSkipsZeros ? max(y - 1, 0) : y) * C::kHeads;
+        first_head = C::kHasZeroColumn ? kLargeTile * (cluster & two_tiles) : (C::kSkipsZeros ? max(y - 1, 0) : y) * C::kHeads;
         heads = min(C::kHeads, p.h_q - first_head);
+        rows = C::kHasZeroColumn ? min(kLargeTile, p.h_q - first_head) : p.h_q;
     }
 };
 
@@ -42,9 +47,10 @@ struct WarpRole {
 };
 
 // Barriers of a part of the CTA.
+inline constexpr int kScoreBarrier = 1, kValueBarrier = 2;
 template <class C>
-__device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(1, 32 * C::kScoreWarps); }
+__device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(kScoreBarrier, 32 * C::kScoreWarps); }
 template <class C>
-__device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(2, 32 * C::kValueWarps); }
+__device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(kValueBarrier, 32 * C::kValueWarps); }
 
 }  // namespace flash_mla::sm90::head16

@@ -36,7 +36,7 @@ struct ScoreAddresses {
         scale_store = shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
         scale_load = pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
         mask = pair + (C::kMaskOffset + 4 * warp_key);
-        score = score_pair + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
+        score = score_pair + (C::kScoreOffset + 4 * (part * C::kScoredHeads * C::kScoreStride + warp_key));
     }
 };
 
@@ -90,6 +90,35 @@ struct Product {
     }
 };
 
+// The zero row's scores of an octet, columns 2t and 2t + 1: 0, unless an infinity or NaN of the key makes NaN of it. So 0 is multiplied
+// by everything that a score comes from.
+template <class C>
+struct ZeroScore {
+    float x[2] = {};
+
+    // A tile in f16. The first head is finite, and so are its products with finite keys; it is the one of the lanes that store this.
+    __device__ __forceinline__ void meet(const Product<C>& product) { meet(product.at(0, 0), product.at(0, 1)); }
+    __device__ __forceinline__ void meet(float2 scales) { meet(scales.x, scales.y); }
+    // In bf16, where products may leave fp32's range: one with zeros instead.
+    template <int kWords>
+    __device__ __forceinline__ void meet_bf16(const uint32_t* k) {
+        if constexpr (!C::kHasZeroColumn) return;
+        const uint32_t zeros[4] = {};
+        float d[4] = {};
+#pragma unroll
+        for (int i = 0; i < kWords; i += 2) {
+            const uint32_t b[2] = {k[i], k[i + 1]};
+            ptx::mma_m16n8k16<true>(d, zeros, b);
+        }
+        meet(d[0], d[1]);
+    }
+
+   private:
+    __device__ __forceinline__ void meet(float a, float b) {
+        if constexpr (C::kHasZeroColumn) x[0] = fmaf(a, 0.f, x[0]), x[1] = fmaf(b, 0.f, x[1]);
+    }
+};
+
 // Scores of the warp's keys over the dims of `part`, and their scales, to shared memory.
 template <class C, bool kQueryIsBf16>
 __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at,
@@ -100,7 +129,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 
     // What this lane reads of the block, ahead of its use: all of it first, since what follows is long, or, where registers are
     // short, a tile ahead.
-    constexpr int kTilesAhead = C::kOctets == 1 ? C::kTilesPerPart : 2;
+    constexpr int kTilesAhead = C::kOctets == 1 ? C::kTilesPerPart : kQueryIsBf16 ? 1 : 2;
     uint4 keys[C::kOctets][C::kTilesPerPart], more[C::kOctets];
     uint32_t scales[C::kOctets];
     auto load_tile = [&](int j) {
@@ -121,6 +150,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 
     // Tile by tile; a tile's products are used while the next one's are on their way.
     float s[C::kOctets][C::kHeadGroups][2] = {};   // heads g + 8 n, columns 2t and 2t + 1
+    ZeroScore<C> zero[C::kOctets];
     Product<C> product[2][C::kOctets];
     auto multiply_tile = [&](int j) {
         uint32_t pairs[C::kOctets][8];
@@ -131,6 +161,10 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
             for (int f = 0; f < C::kFragmentsPerTile; ++f) {
 #pragma unroll
                 for (int o = 0; o < C::kOctets; ++o) product[j % 2][o].template add<is_bf16.value>(q.fragment[j][f], pairs[o] + 8 / C::kFragmentsPerTile * f);
+            }
+            if constexpr (is_bf16.value && C::kHasZeroColumn) {
+#pragma unroll
+                for (int o = 0; o < C::kOctets; ++o) zero[o].template meet_bf16<8>(pairs[o]);
             }
         };
         if (j == C::kTilesPerPart - 1 && rope_last) {
@@ -165,6 +199,8 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
                 s[o][n][0] = fmaf(product[j % 2][o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
                 s[o][n][1] = fmaf(product[j % 2][o].at(n, 1) * q.unscale[j][n], scale.y, s[o][n][1]);
             }
+            zero[o].meet(scale);
+            if (!kQueryIsBf16 && !(rope_last && j == C::kTilesPerPart - 1)) zero[o].meet(product[j % 2][o]);
         }
     };
     multiply_tile(0);
@@ -197,12 +233,16 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
                 for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(rope.at(n, i), scale_log2, s[o][n][i]);
             }
+            zero[o].template meet_bf16<C::kRopeWords>(pairs);
         }
-        const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask + o * kOctetColumnBytes);
+        const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask<C>() + o * kOctetColumnBytes);
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-            const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
-            ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
+        for (int n = 0; n < C::kColumnGroups; ++n) {
+            float x, y;
+            if (n < C::kHeadGroups) x = s[o][n % C::kHeadGroups][0], y = s[o][n % C::kHeadGroups][1];
+            else x = zero[o].x[0], y = zero[o].x[1];
+            const float2 masked = {mask.x < 0.f ? mask.x : x, mask.y < 0.f ? mask.y : y};
+            if (n < C::kHeadGroups || lane < 4) ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
         }
     }
 }

@@ -48,19 +48,21 @@ __device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
     return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
 }
 
-// A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Lane l has columns l, l + 32, ... of a block.
+// A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Where there is a zero row, it is one more head of
+// warp 0. Lane l has columns l, l + 32, ... of a block.
 // The value warps accumulate in units of 2^(a head's reference + the largest exponent of a row of scales). If these move, they
 // multiply by 2^(old - new).
 template <class C>
 struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;
-    float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
+    static constexpr int kMostHeads = C::kOwnHeads + C::kHasZeroColumn;
+    float reference[kMostHeads], sum[kMostHeads];       // the same in all lanes; of the weights, each lane has a share
     float exponent, least;                              // the row's largest; the least of those that the lane has seen
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
+        for (int i = 0; i < kMostHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
         exponent = -FLT_MAX, least = FLT_MAX;
     }
 
@@ -68,7 +70,10 @@ struct Softmax {
     __device__ __forceinline__ void hand_over(uint32_t shared, Stage stage, ScoreBuffer buffer, bool first, int warp, int lane) {
         const uint32_t place = weight_place<C>(shared, stage);
         // Before the first block there is nothing to rescale.
-        bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
+        bool updates;
+        if (C::kHasZeroColumn && warp == 0) updates = weigh_heads<kMostHeads>(shared, place, buffer, warp, lane);
+        else updates = weigh_heads<C::kOwnHeads>(shared, place, buffer, warp, lane);
+        updates &= !first;
         const int row = C::kScoreWarps - 1 - warp;
         if (row < C::kQuantizedRows) updates |= prepare_factors(shared, place, stage, buffer, first, row, lane);
         if (lane == 0) ptx::st_shared_u32(place + C::kUpdateFlagsOffset + 4 * warp, updates);
@@ -83,22 +88,28 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) sum[i] = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
         const bool second = lane >= kMaxSplits && C::kOwnHeads == 2;
-        const float total = second ? sum[C::kOwnHeads - 1] : sum[0];
-        own_total = total;
-        own_lse = total == 0.f ? -INFINITY : (second ? reference[C::kOwnHeads - 1] : reference[0]) + ptx::lg2(total);   // -inf: no key
-        if (split < splits.count && (second || lane < kMaxSplits)) send_lse<C>(own_lse, head_of_lane(warp, lane), shared, splits, split);
+        set_own(second ? sum[C::kOwnHeads - 1] : sum[0], second ? reference[C::kOwnHeads - 1] : reference[0]);
+        const bool sends = split < splits.count;
+        if (sends && (second || lane < kMaxSplits)) send_lse<C>(own_lse, warp + (second ? C::kScoreWarps : 0), shared, splits, split);
+        if (C::kHasZeroColumn && warp == 0) {
+            const float total = ptx::warp_sum(sum[kMostHeads - 1]) * power_of_two(-kBias);
+            if (head_of_lane(warp, lane) == C::kHeads) set_own(total, reference[kMostHeads - 1]);
+            const float lse = __shfl_sync(0xffffffffu, own_lse, kZeroLane);
+            if (sends && lane < kMaxSplits) send_lse<C>(lse, C::kHeads, shared, splits, split);
+        }
         __syncwarp();
     }
 
     // When those of the other CTAs have come: what this split's results count in those of all splits, to shared memory, and the
-    // log-sum-exp over all, base 2, +inf without keys. The same in every lane of a half.
+    // log-sum-exp over all, base 2, +inf without keys. Of the lane's head; what the zero row counts is only warp 0's to tell.
     __device__ __forceinline__ float merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
+        const uint32_t of_head = shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of_lane(warp, lane);
         constexpr int kFours = kMaxSplits / 4;
         float x[kFours][4], largest = -FLT_MAX, total = 0.f;   // finite also where no split has a key
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             if (4 * i >= splits.count) break;
-            const uint4 v = ptx::ld_shared_v4(splits_of_head(shared, warp, lane) + 16 * i);
+            const uint4 v = ptx::ld_shared_v4(of_head + 16 * i);
             x[i][0] = __uint_as_float(v.x), x[i][1] = __uint_as_float(v.y), x[i][2] = __uint_as_float(v.z), x[i][3] = __uint_as_float(v.w);
 #pragma unroll
             for (int j = 1; j < 4; ++j) x[i][j] = 4 * i + j < splits.count ? x[i][j] : -INFINITY;
@@ -113,42 +124,47 @@ struct Softmax {
         }
         // Over the split's own sum: so the shares add up to 1 also where a log-sum-exp has lost the bits of its sum.
         const float share = own_total == 0.f ? 0.f : __fdividef(ptx::ex2(own_lse - largest), total * own_total);
-        if (is_first_of_head(lane)) ptx::st_shared_f32(shared + C::kShareOffset + 4 * head_of_lane(warp, lane), share);
+        if (is_first_of_head(lane) || (C::kHasZeroColumn && warp == 0 && lane == kZeroLane)) {
+            ptx::st_shared_f32(shared + C::kShareOffset + 4 * head_of_lane(warp, lane), share);
+        }
         return total == 0.f ? INFINITY : largest + ptx::lg2(total);
     }
+    // Half a warp has a head; where there is a zero row, a quarter of it has that.
+    static constexpr int kZeroLane = 8;
     __device__ __forceinline__ static int head_of_lane(int warp, int lane) {
+        if (C::kHasZeroColumn && lane / kZeroLane == 1) return C::kHeads;
         return warp + (C::kOwnHeads == 2 ? lane / kMaxSplits * C::kScoreWarps : 0);
     }
     __device__ __forceinline__ static bool is_first_of_head(int lane) { return lane == 0 || (C::kOwnHeads == 2 && lane == kMaxSplits); }
 
    private:
-    float own_total, own_lse;   // of this split, of the lane's half of the warp
-
-    static_assert(kMaxSplits == 16);
-    __device__ __forceinline__ static uint32_t splits_of_head(uint32_t shared, int warp, int lane) {
-        return shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of_lane(warp, lane);
+    float own_total, own_lse;   // of this split, of the lane's head
+    __device__ __forceinline__ void set_own(float total, float reference) {
+        own_total = total, own_lse = total == 0.f ? -INFINITY : reference + ptx::lg2(total);   // -inf: no key
     }
 
-    // Returns whether a reference has moved.
+    static_assert(kMaxSplits == 16);
+    // The first kCount heads. Returns whether a reference has moved.
+    template <int kCount>
     __device__ __forceinline__ bool weigh_heads(uint32_t shared, uint32_t place, ScoreBuffer buffer, int warp, int lane) {
-        float s[C::kOwnHeads][kColumns], largest[C::kOwnHeads];
+        float s[kCount][kColumns], largest[kCount];
         const uint32_t from = shared + C::kScoreOffset + buffer.score + 4 * (warp * C::kScoreStride + lane);
 #pragma unroll
-        for (int i = 0; i < C::kOwnHeads; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             largest[i] = -FLT_MAX;
 #pragma unroll
             for (int k = 0; k < kColumns; ++k) {
                 const uint32_t at = from + 4 * i * C::kScoreWarps * C::kScoreStride + 128 * k;
                 s[i][k] = ptx::ld_shared_f32(at);
 #pragma unroll
-                for (int part = 1; part < C::kDimParts; ++part) s[i][k] += ptx::ld_shared_f32(at + 4 * part * C::kHeads * C::kScoreStride);
+                for (int part = 1; part < C::kDimParts; ++part) s[i][k] += ptx::ld_shared_f32(at + 4 * part * C::kScoredHeads * C::kScoreStride);
                 largest[i] = fmaxf(largest[i], s[i][k]);
             }
         }
         bool moved = false;
         const uint32_t to = place + warp * 64 + fragment_place(lane);
 #pragma unroll
-        for (int i = 0; i < C::kOwnHeads; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             largest[i] = ptx::warp_max(largest[i]);
             float rescale = 1.f;
             if (largest[i] > reference[i] + kSlack) {
@@ -174,7 +190,7 @@ struct Softmax {
         float e[kColumns], mantissa[kColumns], largest = exponent;
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
-            const float mask = ptx::ld_shared_f32(shared + C::kMaskOffset + stage.mask + 4 * (lane + 32 * k));   // -inf for what is no key
+            const float mask = ptx::ld_shared_f32(shared + C::kMaskOffset + stage.mask<C>() + 4 * (lane + 32 * k));   // -inf for what is no key
             e[k] = ptx::ld_shared_f32(from + 128 * k) + mask;
             mantissa[k] = C::kHasMantissa ? ptx::ld_shared_f32(from + 128 * k + C::kScaleArrayBytes) : 1.f;
             if (mantissa[k] == 0.f) e[k] = -INFINITY;   // no matter what
@@ -199,11 +215,10 @@ struct Softmax {
     }
 };
 
-// By a value warp, when the block has been weighed: its weights, times the factors of its own dims. What it has accumulated is
-// rescaled where need be. Returns whether the weights are bf16 though its values are e4m3.
+// By a value warp, when the block has been weighed: what it has accumulated is rescaled where need be. Returns whether the block's
+// weights are bf16 though its values are e4m3.
 template <class C>
-__device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<C>& acc, uint32_t place, const WarpRole<C>& role, int lane) {
-    constexpr int kPairs = C::kKeyGroups / 2;
+__device__ __forceinline__ bool follow_updates(Accumulator<C>& acc, uint32_t place, const WarpRole<C>& role, int lane) {
     static_assert(C::kScoreWarps == 8);
     const uint4 flags0 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset), flags1 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset + 16);
     bool as_bf16 = false;
@@ -216,24 +231,38 @@ __device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<
             const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));
             acc.rescale(n, row.x * head.x, row.x * head.y);
         }
+        if constexpr (C::kHasZeroColumn) {
+            const float zero = ptx::ld_shared_f32(place + C::kHeadRescaleOffset + 4 * C::kHeads);
+            acc.rescale(C::kHeadGroups, row.x * zero, row.x * zero);
+        }
     }
+    return as_bf16;
+}
+
+// Then its weights of kStepsAtOnce k steps, from step `first` on, times the factors of its own dims.
+template <class C>
+__device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t place, int first, bool as_bf16, const WarpRole<C>& role, int lane) {
+    constexpr int kPairs = C::kStepsAtOnce / 2, kPairsOfBlock = C::kKeyGroups / 2;
     auto take = [&](uint32_t weights, auto multiply) {
+        weights += 512 * (first / 2);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
-                const uint4 x = multiply(pair, ptx::ld_shared_v4(weights + 16 * lane + 512 * (kPairs * n + pair)));
+            for (int n = 0; n < C::kColumnGroups; ++n) {
+                // The zero row's weights make all columns of its group.
+                const int of_lane = n < C::kHeadGroups ? lane : lane % 4;
+                const uint4 x = multiply(pair, ptx::ld_shared_v4(weights + 16 * of_lane + 512 * (kPairsOfBlock * n + pair)));
                 w[2 * pair][n][0] = x.x, w[2 * pair][n][1] = x.y, w[2 * pair + 1][n][0] = x.z, w[2 * pair + 1][n][1] = x.w;
             }
         }
     };
     if (role.value_is_rope) {
         take(place + C::kWeightBytes, [](int, uint4 x) { return x; });
-        return false;
+        return;
     }
     uint4 f[kPairs];
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairs * 64) + 64 * pair + 16 * (lane % 4));
+    for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairsOfBlock * 64) + 64 * (first / 2 + pair) + 16 * (lane % 4));
     if (as_bf16) {
         take(place + C::kWeightBytes, [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));
@@ -243,7 +272,6 @@ __device__ __forceinline__ bool take_weights(WeightFragments<C>& w, Accumulator<
             return make_uint4(ptx::mul_f16x2(x.x, f[pair].x), ptx::mul_f16x2(x.y, f[pair].y), ptx::mul_f16x2(x.z, f[pair].z), ptx::mul_f16x2(x.w, f[pair].w));
         });
     }
-    return as_bf16;
 }
 
 }  // namespace flash_mla::sm90::head16

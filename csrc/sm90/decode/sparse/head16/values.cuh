@@ -6,21 +6,21 @@
 
 namespace flash_mla::sm90::head16 {
 
-// Weights as B fragments: [k step][head group][register].
+// Weights as B fragments: [k step][column group][register]. A column group is 8 heads or the zero row, eight times.
 template <class C>
-using WeightFragments = uint32_t[C::kKeyGroups][C::kHeadGroups][2];
+using WeightFragments = uint32_t[C::kStepsAtOnce][C::kColumnGroups][2];
 
 // The matrix product is out^T[dims x heads] += V^T[dims x keys] * P^T[keys x heads]: 8 heads are a full N. The scale
 // of V is constant over the warp's dims for each key, so it rides in P.
 template <class C>
 struct Accumulator {
-    float out[C::kValueUnits][C::kHeadGroups][4];  // rows g, g, g+8, g+8 of a unit; heads 2t, 2t+1, 2t, 2t+1
+    float out[C::kValueUnits][C::kColumnGroups][4];  // rows g, g, g+8, g+8 of a unit; heads 2t, 2t+1, 2t, 2t+1
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {
 #pragma unroll
-            for (int n = 0; n < C::kHeadGroups; ++n) {
+            for (int n = 0; n < C::kColumnGroups; ++n) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) out[u][n][i] = 0.f;
             }
@@ -34,7 +34,7 @@ struct Accumulator {
         }
     }
 
-    // `value_at`: this lane's row, for ldmatrix, of the warp's first dims.
+    // Of kStepsAtOnce k steps. `value_at`: this lane's row, for ldmatrix, of the warp's first dims in the first one.
     __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool as_bf16) {
         if (is_rope) multiply_bf16(w, value_at);
         else if (as_bf16) multiply_e4m3<true>(w, value_at);
@@ -51,7 +51,7 @@ struct Accumulator {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; u += 2) {
 #pragma unroll
-            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+            for (int ks = 0; ks < C::kStepsAtOnce; ++ks) {
                 uint32_t r[4];
                 ptx::ldmatrix_x4_trans(r, value_at + u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
 #pragma unroll
@@ -64,7 +64,7 @@ struct Accumulator {
                         for (int j = 0; j < 4; ++j) a[j] = ptx::cvt_bf16x2_f16x2(a[j]);
                     }
 #pragma unroll
-                    for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<kIsBf16>(out[u + i][n], a, w[ks][n]);
+                    for (int n = 0; n < C::kColumnGroups; ++n) ptx::mma_m16n8k16<kIsBf16>(out[u + i][n], a, w[ks][n]);
                 }
             }
         }
@@ -75,11 +75,11 @@ struct Accumulator {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {
 #pragma unroll
-            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
+            for (int ks = 0; ks < C::kStepsAtOnce; ++ks) {
                 uint32_t a[4];
                 ptx::ldmatrix_x4_trans(a, value_at + 2 * u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
 #pragma unroll
-                for (int n = 0; n < C::kHeadGroups; ++n) ptx::mma_m16n8k16<true>(out[u][n], a, w[ks][n]);
+                for (int n = 0; n < C::kColumnGroups; ++n) ptx::mma_m16n8k16<true>(out[u][n], a, w[ks][n]);
             }
         }
     }

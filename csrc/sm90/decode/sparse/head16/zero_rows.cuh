@@ -71,12 +71,15 @@ __device__ __forceinline__ void publish_nonzero_tiles(uint32_t shared, int rank,
     else if (lane < splits) ptx::st_async(ptx::mapa(at, lane), __uint_as_float(nonzero), ptx::mapa(shared + C::kLseBarrierOffset, lane));
 }
 
+// Tiles of so many rows, as a bit each.
+template <class C>
+__device__ __forceinline__ uint32_t tiles_of_rows(int rows) { return (1u << (rows + C::kHeads - 1) / C::kHeads) - 1; }
+
 // The tiles of the token that are all zero, as a bit each, when all splits have told.
 template <class C>
 __device__ __forceinline__ uint32_t zero_tiles_of_token(const SparseDecodeParams& p, uint32_t shared, int lane) {
     const uint32_t of_split = lane < p.splits ? ptx::ld_shared_u32(shared + C::kPeerNonzeroTilesOffset + 4 * lane) : 0;
-    const uint32_t tiles = (1u << (p.h_q + C::kHeads - 1) / C::kHeads) - 1;
-    return tiles & ~__reduce_or_sync(0xffffffffu, of_split);
+    return tiles_of_rows<C>(p.h_q) & ~__reduce_or_sync(0xffffffffu, of_split);
 }
 
 }  // namespace flash_mla::sm90::head16

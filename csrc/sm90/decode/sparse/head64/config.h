@@ -1,6 +1,7 @@
 // The 64-row head tile: compile-time shape of a CTA and its shared memory. See docs/head64.md.
 #pragma once
 #include "kv_format.h"
+#include "sm90/decode/sparse/head16/config.h"
 #include "plan.h"
 #include "sm90/decode/sparse/params.h"
 
@@ -13,7 +14,9 @@ inline constexpr int kConsumerBarrier = 1;    // a named barrier of the CTA
 template <class Record_>
 struct Config {
     using Record = Record_;
-    static constexpr int kHeads = 64;
+    // What a tile is if the rows behind those of this one are zero.
+    using SmallTile = head16::Config<Record, 2, 16 * kGroupsPerBlock, head16::ZeroRows::kColumn>;
+    static constexpr int kHeads = kLargeTile;
     static constexpr int kKeyGroups = kGroupsPerBlock;
     static constexpr int kKeys = kKeyGroups * kKeysPerGroup;   // of a block
 
@@ -61,8 +64,15 @@ struct Config {
     static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                   // [stage]
     static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
+    // The kernel has chosen the kind of tile before these are needed for anything else: see padding.cuh.
+    static constexpr int kLookBarrierOffset = SmallTile::kLookBarrierOffset;
+    static constexpr int kLookOffset = SmallTile::kRingOffset + SmallTile::kStageBytes;   // rows of q, behind the first block's keys
+    static_assert((kHeads - SmallTile::kHeads) * Record::kDimQK * 2 <= (SmallTile::kStages - 1) * SmallTile::kStageBytes);
     static constexpr int kSharedBytes = kPartialBarrierOffset + 8;
-    static_assert(kSharedBytes <= 227 * 1024);
+    // The barriers of both kinds of tile are apart from all that either uses. Copies for the small tile may have begun to where Q will be.
+    static_assert(kSharedBytes <= SmallTile::kBarriersOffset && SmallTile::kSinksEnd <= kFullOffset);
+    static_assert(kThreads == SmallTile::kThreads && kConsumers == 32 * SmallTile::kScoreWarps && kKeys == SmallTile::kKeys);
+    static_assert(SmallTile::kRingOffset + SmallTile::kStageBytes <= kKeyOffset);
 
     static constexpr int kUnits = Record::kDimV / kUnitDims;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;

@@ -1,106 +1,99 @@
-// Sparse decode with a head tile of 64 rows: two warpgroups load and dequantize keys, two multiply. docs/head64.md explains
-// the data flow.
+// Sparse decode with a head tile of 64 rows, or of 16 if those behind are zero. docs/head64.md explains the data flow.
+//
+// Callers pad 8 or 16 heads to 64 with zero rows. The host cannot look at q, so the kernel does, while the first slots are on their
+// way: a tile whose rows from 16 on are zero becomes one of 16 rows and a zero row (head16/), in the same CTAs, if f16 can hold the 16 and
+// the first is finite. The others are computed as they are (tile.cuh). Both kinds have warps 0-7 multiply Q and warps 8-15 find keys, the same ones.
 #pragma once
-#include "sm90/decode/sparse/head64/merge.cuh"
-#include "sm90/decode/sparse/head64/producer.cuh"
-#include "sm90/decode/sparse/head64/query.cuh"
+#include "sm90/decode/sparse/head16/tile.cuh"
+#include "sm90/decode/sparse/head64/padding.cuh"
+#include "sm90/decode/sparse/head64/tile.cuh"
 
 namespace flash_mla::sm90::head64 {
-
-// Which token and heads a CTA works on.
-template <class C>
-struct CtaPlace {
-    uint32_t batch, row;
-    int first_head, heads;
-
-    __device__ __forceinline__ explicit CtaPlace(const SparseDecodeParams& p) {
-        const uint32_t cluster = ptx::opaque(ptx::clusterid_x());   // opaque: worked out twice rather than kept
-        const int two_tiles = p.h_q > C::kHeads;                    // h_q is at most 128
-        const uint32_t token = cluster >> two_tiles;
-        first_head = C::kHeads * (cluster & two_tiles);
-        heads = min(C::kHeads, p.h_q - first_head);
-        batch = p.s_q.divide(token), row = token - batch * p.s_q.divisor;
-    }
-    __device__ __forceinline__ OutputTile output(const SparseDecodeParams& p) const {
-        OutputTile tile;
-        tile.out = p.out + static_cast<uint64_t>(batch) * p.out_stride_b + static_cast<uint64_t>(row) * p.out_stride_s +
-                   static_cast<uint64_t>(first_head) * p.out_stride_h;
-        tile.out_stride = p.out_stride_h;
-        tile.lse = p.lse + (static_cast<uint64_t>(batch) * p.h_q + first_head) * p.s_q.divisor + row;
-        tile.lse_stride = p.s_q.divisor;
-        tile.heads = heads;
-        tile.aligned16 = p.out_aligned16;
-        tile.aligned4 = p.out_aligned4;
-        return tile;
-    }
-};
 
 // Grid: x = splits * head tiles * tokens, in clusters of `splits`; the tiles of a token are neighbours and read the same
 // keys at about the same time.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
+    using Small = typename C::SmallTile;
     extern __shared__ __align__(1024) char shared_memory[];
     const uint32_t shared = ptx::shared_address(shared_memory);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const SplitsOfTile splits(p);
-    const CtaPlace<C> place(p);
+    const uint32_t cluster = ptx::clusterid_x();
+    const head16::ClusterWork<Small> work(p, cluster);
+    const head16::WarpRole<Small> role(warp);
 
     // What does not depend on the kernel before: addresses and barriers.
-    SplitKeys keys;
-    keys.lists.main = index_list(p.source[0], place.batch, place.row);
-    keys.lists.extra = index_list(p.source[1], place.batch, place.row);
-    keys.split = splits.rank, keys.first_group = splits.rank * p.groups_per_split;
+    head16::KeyFeeder<Small> feeder(p, shared, work, splits.rank, role.value_warp, lane);
+    const auto first_row = [&p](const head16::ClusterWork<Small>& work) {
+        return ptx::opaque(p.q + static_cast<uint64_t>(work.batch) * p.q_stride_b + static_cast<uint64_t>(work.row) * p.q_stride_s +
+                           static_cast<uint64_t>(work.first_head) * p.q_stride_h);
+    };
+    const uint16_t* q = first_row(work);
     if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < C::kStages; ++i) {
-            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i, C::kProducers);
-            ptx::mbarrier_init(shared + C::kFullOffset + 16 * i + 8, C::kProducers);
-            ptx::mbarrier_init(shared + C::kEmptyOffset + 8 * i, C::kConsumers);
-            ptx::mbarrier_init(shared + C::kWeighedOffset + 8 * i, kWarpgroup);
-        }
-        expect_peers<C>(shared, splits);
+        head16::init_barriers<Small>(feeder.ring, splits, cluster, false);
+        RowsBehind<C>::init_barrier(shared);
+        init_barriers<C>(shared, splits);
     }
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
-    auto count_blocks = [&] {
-        keys.lists.main_length = index_list_length(p.source[0], place.batch);
-        keys.lists.extra_length = index_list_length(p.source[1], place.batch);
-        const int live = max(0, live_groups(p, splits.rank, keys.lists.main_length, keys.lists.extra_length));
-        keys.blocks = (live + C::kKeyGroups - 1) / C::kKeyGroups;
-    };
-    if (warp >= C::kConsumers / 32) {
-        ptx::setmaxnreg_dec<C::kProducerRegisters>();
-        const int producer_warp = warp - C::kConsumers / 32;
-        const int32_t first_slot = KeyFinder<C>::load_slot(p, keys, 0, producer_warp, lane);
-        count_blocks();
-        if (keys.blocks > 0) produce<C>(p, keys, first_slot, shared, producer_warp, lane);
-    } else {
-        ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-        count_blocks();
-        const uint16_t* q = p.q + static_cast<uint64_t>(place.batch) * p.q_stride_b + static_cast<uint64_t>(place.row) * p.q_stride_s +
-                            static_cast<uint64_t>(place.first_head) * p.q_stride_h;
-        load_query<C>(q, p.q_stride_h, place.heads, p.q_aligned16, shared, threadIdx.x);
-        if (threadIdx.x < C::kHeads) {
-            const int head = place.first_head + min(static_cast<int>(threadIdx.x), place.heads - 1);
-            ptx::st_shared_f32(shared + C::kSinkOffset + 4 * threadIdx.x, load_sink(p, head));
+    // Load side by side: the first slots, the lengths, the first rows of Q, a sample of the others, and the sinks.
+    feeder.load_first(work.batch, !role.scores);
+    const int head = threadIdx.x;
+    head16::Query<Small> small_q;
+    bool looks_padded, is_padded = false;
+    float sink = 0.f;
+    // If it looks padded, begin as if it was, and look at everything meanwhile. Both kinds of warps take the same sample, for themselves.
+    if (role.scores) {
+        const bool is_rope_tile = C::Record::kRopeInV && warp == Small::kTiles - 1;
+        const head16::QueryRows q_rows = {q, p.q_stride_h, work.heads, p.q_aligned16};
+        RowsBehind<C> rows_behind = {q, p.q_stride_h, shared, work.rows, warp, lane, p.q_aligned16};
+        rows_behind.load_sample();
+        head16::QueryTile<Small> q_tile;
+        q_tile.load(q_rows, warp, is_rope_tile, lane);
+        small_q.load_rope(q_rows, role.part, lane);
+        if (warp < C::kHeads / 32) sink = load_sink(p, work.first_head + min(head, work.rows - 1));
+        feeder.count_blocks();
+        looks_padded = !ptx::barrier_any(head16::kScoreBarrier, C::kConsumers, rows_behind.sample_has_nonzero());
+        if (looks_padded) {
+            head16::TileFlags flags = q_tile.examine(q_rows, is_rope_tile, lane);
+            flags.share<Small>(shared, warp, lane);
+            head16::Query<Small>::convert(q_tile, false, shared_memory, p.scale_log2, warp, lane);
+            if (head < work.rows) ptx::st_shared_f32(shared + Small::kSinkOffset + 4 * head, sink);
+            is_padded = !ptx::uniform(__syncthreads_or(flags.too_wide()));
         }
-        ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
-
-        const int half = warp / 4, thread = threadIdx.x % kWarpgroup;
-        const Consumer<C> self = {shared, half, thread, warp % 4, lane};
-        Accumulators<C> out;
-        RowSums rows;
-        if (half == 0) score<C>(self, out, rows, keys.blocks, p.scale_log2);
-        else follow<C>(self, out, keys.blocks);
-        share_row_sums<C>(self, out, rows);
-
-        const OutputTile tile = CtaPlace<C>(p).output(p);
-        if (splits.count == 1) write_alone<C>(out, rows, tile, shared, half, thread);
-        else merge<C>(out, rows, tile, shared, splits, half, thread);
+    } else {
+        RowsBehind<C> rows_behind = {q, p.q_stride_h, shared, work.rows, role.value_warp, lane, p.q_aligned16};
+        rows_behind.load_sample();
+        feeder.count_blocks();
+        feeder.locate_first();
+        looks_padded = !ptx::barrier_any(head16::kValueBarrier, C::kProducers, rows_behind.sample_has_nonzero());
+        if (looks_padded) {
+            rows_behind.copy();
+            feeder.copy(0, head16::Stage());
+            is_padded = !ptx::uniform(__syncthreads_or(rows_behind.has_nonzero()));
+        }
     }
+    if (is_padded) {
+        ptx::barrier_cluster_wait();   // all CTAs have begun
+        if (!role.scores) ptx::setmaxnreg_dec<Small::kValueRegisters>();
+        head16::decode_tile<Small>(p, shared_memory, splits, work, role, feeder, small_q, false, warp, lane);
+        return;
+    }
+    if (head < C::kHeads) ptx::st_shared_f32(shared + C::kSinkOffset + 4 * head, sink);
+    // Anew, rather than kept.
+    const head16::ClusterWork<Small> same(p, ptx::uniform(ptx::opaque(ptx::clusterid_x())));
+    const IndexLists lists = {index_list(p.source[0], same.batch, same.row), index_list(p.source[1], same.batch, same.row),
+                              feeder.lists.main_length, feeder.lists.extra_length};
+    const SplitKeys keys = {lists, splits.rank, splits.rank * p.groups_per_split, static_cast<int>(ptx::uniform(feeder.blocks))};
+    // Copies of a first block that have begun go to the place of Q.
+    const auto free_query = [&] {
+        if (keys.blocks > 0 && looks_padded) feeder.ring.wait(head16::Stage());
+    };
+    decode_tile<C>(p, shared, splits, same.batch, same.row, same.first_head, same.rows, first_row(same), keys, feeder.slot, warp, lane, free_query);
 }
 
 }  // namespace flash_mla::sm90::head64

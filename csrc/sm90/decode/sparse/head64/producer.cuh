@@ -85,12 +85,12 @@ struct KeyFinder {
 // which the odd rows take t + 4 first. So 8 lanes store to 8 different places of 16 bytes.
 template <class C>
 struct LaneOfKey {
-    int t, key;
+    uint32_t t, key;
     uint32_t data_at, rope_at;   // from the start of a stage; the second chunks lie at ^ 16 and at ^ 64
     uint32_t rope_from;          // of its RoPE in the record; the second chunk comes from ^ 64
 
-    __device__ __forceinline__ LaneOfKey(int warp, int lane) {
-        const int g = lane / 4;
+    __device__ __forceinline__ LaneOfKey(int warp, uint32_t lane) {
+        const uint32_t g = lane / 4;
         t = lane % 4, key = C::kKeysPerWarp * warp + g;
         data_at = key * 128 + ((2 * t) ^ g) * 16;
         rope_at = C::kDataTiles * C::kTileBytes + key * 128 + ((t + 4 * (g % 2)) ^ g) * 16;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
         // The mask joins the scores: 0 for a key, -inf for what is none, NaN for a key with NaN among its e4m3 values.
         nan_lanes |= __ballot_sync(0xffffffffu, nan & 0x80808080u);
         if (at.t == 0) {
-            const float mask = !valid ? -INFINITY : nan_lanes >> (lane & ~3) & 15u ? __int_as_float(0x7fffffff) : 0.f;
+            const float mask = !valid ? -INFINITY : nan_lanes >> 4 * (at.key % C::kKeysPerWarp) & 15u ? __int_as_float(0x7fffffff) : 0.f;
             ptx::st_shared_f32(shared + C::kMaskOffset + 4 * (C::kKeys * stage + at.key), mask);
         }
         ptx::cp_async_wait<1>();   // RoPE; not the next scales

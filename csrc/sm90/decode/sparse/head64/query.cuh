@@ -15,8 +15,8 @@ __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
 
 // Rows from `rows` on do not exist: they are read from the last one that does, and become zeros. (No branch around a load: it
 // would make them wait for one another.)
-template <class C, bool kAligned>
-__device__ __forceinline__ void load_query_rows(const uint16_t* q, uint32_t stride, int rows, uint32_t shared, int thread) {
+template <class C, bool kAligned, class FreeQuery>
+__device__ __forceinline__ void load_query_rows(const uint16_t* q, uint32_t stride, int rows, uint32_t shared, int thread, FreeQuery free_query) {
     constexpr int kChunks = C::Record::kDimQK / 8, kLoads = C::kHeads * kChunks / C::kConsumers;
     static_assert(kLoads * C::kConsumers == C::kHeads * kChunks);
     uint32_t v[kLoads][4];
@@ -25,6 +25,7 @@ __device__ __forceinline__ void load_query_rows(const uint16_t* q, uint32_t stri
         const int n = thread + i * C::kConsumers, row = min(n / kChunks, rows - 1), chunk = n % kChunks;
         load_bf16<4, kAligned>(v[i], q + static_cast<uint64_t>(row) * stride + 8 * chunk);
     }
+    free_query();
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
         const int n = thread + i * C::kConsumers, row = n / kChunks, chunk = n % kChunks;
@@ -33,9 +34,10 @@ __device__ __forceinline__ void load_query_rows(const uint16_t* q, uint32_t stri
     }
 }
 
-template <class C>
-__device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread) {
-    with_alignment(aligned16, [&](auto aligned) { load_query_rows<C, aligned.value>(q, stride, rows, shared, thread); });
+// free_query waits until the place of Q is free.
+template <class C, class FreeQuery>
+__device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread, FreeQuery free_query) {
+    with_alignment(aligned16, [&](auto aligned) { load_query_rows<C, aligned.value>(q, stride, rows, shared, thread, free_query); });
     ptx::fence_proxy_async();   // the matrix products read it
 }
 

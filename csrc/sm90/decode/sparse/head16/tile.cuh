@@ -1,0 +1,110 @@
+// From a tile that has been loaded to its results: keys -> scores -> softmax weights -> accumulate -> merge.
+#pragma once
+#include "sm90/decode/sparse/head16/feeder.cuh"
+#include "sm90/decode/sparse/head16/merge.cuh"
+
+namespace flash_mla::sm90::head16 {
+
+// By one thread, before a barrier of the CTA and before the CTA first arrives at the barrier of the cluster, whose number is
+// `cluster`.
+template <class C>
+__device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile splits, uint32_t cluster, bool is_zero_row) {
+    ring.init_barriers();
+    ptx::mbarrier_init(ring.shared + C::kShareBarrierOffset, 32 * C::kScoreWarps);
+    ptx::st_shared_u32(ring.shared + C::kClusterOffset, cluster);
+    // The cluster of the zero row also tells which tiles are not zero; a zero row among the tile's has a log-sum-exp and units.
+    expect_peers<C>(ring.shared, splits, is_zero_row || C::kHasZeroColumn ? 4 : 0, C::kZeroUnitBytes);
+}
+
+// The first slots are in registers, the tile of Q in shared memory (`is_bf16`: as bf16), the first copies have begun, all CTAs of the cluster
+// too, and the value warps have given registers up.
+template <class C>
+__device__ __forceinline__ void decode_tile(const SparseDecodeParams& p, char* shared, SplitsOfTile splits, const ClusterWork<C>& work,
+                                            const WarpRole<C>& role, KeyFeeder<C>& feeder, Query<C>& q, bool is_bf16, int warp, int lane) {
+    const uint32_t shared_address = feeder.ring.shared;
+    const int blocks = feeder.blocks;
+
+    // Block by block.
+    const bool alone = splits.count == 1 && !work.is_zero_row;   // nothing to merge
+    Stage stage;
+    if (role.scores) {
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<C::kScoreRegisters>();
+        const ScoreAddresses<C> score_at(shared_address, role.first_key, role.part, lane);
+        q.take(C::kMayBeWide && is_bf16, shared, role.part, lane);
+        Softmax<C> softmax;
+        softmax.clear();
+        ScoreBuffer buffer;
+        for (int i = 0; i < blocks; ++i) {
+            feeder.ring.wait(stage);
+            if (C::kMayBeWide && q.is_bf16) compute_scores<C, C::kMayBeWide>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            else compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            sync_score_warps<C>();   // the block's scores are there
+            softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
+            stage = stage.next<C>(), buffer = buffer.other<C>();
+        }
+        // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
+        // of these is free to receive.
+        softmax.publish(shared_address, splits, warp, lane);
+        if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
+        ptx::barrier_cluster_arrive_relaxed();
+        if constexpr (C::kZeroRows != ZeroRows::kComputed) sync_score_warps<C>();   // what one of them has told the others
+        ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
+        merge_sums<C>(p, softmax, shared_address, splits, work.is_zero_row, warp, lane);
+        if (alone) return;
+        sync_score_warps<C>();   // the sinks' factors
+        ptx::barrier_cluster_wait();
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
+    } else {
+#pragma unroll
+        for (int i = 1; i < C::kStages; ++i) feeder.copy(i, Stage::make<C>(i));
+        feeder.load_next_slots(C::kBlocksPerRound);
+        uint32_t value_at = value_address(shared_address, role, lane);
+        Accumulator<C> acc;
+        acc.clear();
+        for (int i = 0; i < blocks; ++i) {
+            feeder.ring.wait(stage);
+            ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
+            const uint32_t place = weight_place<C>(shared_address, stage);
+            const bool as_bf16 = follow_updates<C>(acc, place, role, lane);
+            if constexpr (C::kHasZeroColumn) value_at = value_address(shared_address, role, ptx::opaque(lane));   // anew: registers are short
+#pragma unroll
+            for (int first = 0; first < C::kKeyGroups; first += C::kStepsAtOnce) {
+                WeightFragments<C> weights;
+                take_weights<C>(weights, place, first, as_bf16, role, lane);
+                acc.multiply(weights, value_at + stage.rows + first * kKeysPerGroup * C::kRowPitch, role.value_is_rope, as_bf16);
+            }
+            if (i + 1 == blocks) break;
+            sync_value_warps<C>();   // nobody needs the block any more
+            feeder.copy(i + C::kStages, stage);
+            stage = stage.next<C>();
+        }
+        ptx::barrier_cluster_arrive_relaxed();
+        ptx::mbarrier_wait(shared_address + C::kShareBarrierOffset, 0);   // what the split counts, and the sinks' factors
+        if (alone) {
+            write_alone<C>(p, acc, role, shared_address, lane);
+            return;
+        }
+        ptx::barrier_cluster_wait();
+        send_partial<C>(acc, role, shared_address, splits, lane);
+        if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<128>();
+    }
+
+    // Add up, and write.
+    const OutputTile tile = OutputTile::make<C>(p, shared_address, lane);
+    const int parts = splits.own_units<C>() * 32;
+    const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
+    ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
+    __syncthreads();   // own units came by ordinary stores
+    if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, tile, shared_address, splits);
+    for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
+        UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, tile, shared_address, splits);
+    }
+    if constexpr (C::kZeroRows != ZeroRows::kComputed) {
+        if (tile.zero_tiles == 0) return;
+        if constexpr (C::kHasZeroColumn) add_zero_row<C>(shared_address, splits);
+        __syncthreads();
+        write_zero_tiles<C>(p, tile, shared_address, splits, threadIdx.x, C::kThreads);
+    }
+}
+
+}  // namespace flash_mla::sm90::head16

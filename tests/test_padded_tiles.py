@@ -1,0 +1,213 @@
+"""Tiles of 64 rows whose rows from 16 on are zero become tiles of 16 on the GPU: bit for bit the same results."""
+
+import pytest
+import torch
+from test_zero_rows import DENORMAL, NEGATIVE_ZERO, PATTERNS, padded_case, rows, tile_by_tile
+
+import flash_mla
+from flash_mla.testing import assert_close_flashmla, make_case
+
+pytestmark = pytest.mark.gpu
+
+PADDED = {
+    "16 real": rows((16, 64)),
+    "8 real": rows((8, 64)),
+    "1 real": rows((1, 64)),
+    "all zero": rows((0, 64)),
+    "only the 16th real": rows((0, 15), (16, 64)),
+}
+SPLITS = [1, 2, 3, 4, 7, 16]
+
+
+def forced(head_tile, splits):
+    return flash_mla.FlashMLASchedMeta().force_plan(head_tile=head_tile, splits=splits)
+
+
+def run(case, splits):
+    out = torch.full((*case.q.shape[:3], 512), torch.nan, dtype=torch.bfloat16, device=case.q.device)
+    return case.run(forced(64, splits), out=out)
+
+
+def assert_same_bits(got, expected):
+    assert torch.equal(got[0].view(torch.int16), expected[0].contiguous().view(torch.int16))
+    assert torch.equal(got[1].view(torch.int32), expected[1].contiguous().view(torch.int32))
+
+
+def check(case, splits):
+    got = run(case, splits)
+    assert_same_bits(got, tile_by_tile(case, 16, splits=splits, block_keys=64))
+    return got
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("pattern", PADDED.values(), ids=list(PADDED))
+def test_a_padded_tile_is_bit_for_bit_one_of_16_rows(record, pattern, splits, device):
+    case = padded_case(record, pattern, device)
+    assert_close_flashmla(*check(case, splits), *case.reference())
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("topk, extra_topk", [(16, 0), (97, 0), (128, 512), (2048, 0)])
+def test_any_width(record, topk, extra_topk, splits, device):
+    case = make_case(3, 2, 64, topk, extra_topk, record=record, device=device, sinks=True, invalid_fraction=0.1)
+    case.q[:, :, 16:] = 0
+    check(case, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("heads", [17, 24, 31, 48, 63])
+def test_any_number_of_rows(record, heads, splits, device):
+    check(padded_case(record, PADDED["16 real"], device, heads=heads), splits)
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_each_tile_of_a_token_is_looked_at_by_itself(record, splits, device):
+    """128 heads: both tiles padded, then the one or the other, next to the same tile in a call of 64 heads."""
+    case = make_case(4, 1, 128, 200, record=record, device=device, sinks=True, lengths="random")
+    full = case.q.clone()
+    zero = torch.cat([PADDED["16 real"], PADDED["8 real"]]).to(device)
+    case.q[:, :, zero] = 0
+    case.q[1, :, :64] = full[1, :, :64]
+    case.q[2, :, 64:] = full[2, :, 64:]
+    got = run(case, splits)
+    for part in slice(0, 64), slice(64, 128):
+        half = case.replace(q=case.q[:, :, part], attn_sink=case.attn_sink[part])
+        assert_same_bits((got[0][:, :, part], got[1][:, part].contiguous()), run(half, splits))
+    assert_close_flashmla(*got, *case.reference())
+
+
+@pytest.mark.parametrize("heads", [65, 72, 80])
+def test_a_second_tile_of_16_rows_or_fewer(record, heads, device):
+    case = make_case(3, 1, heads, 200, record=record, device=device, sinks=True, lengths="random")
+    out, lse = run(case, 3)
+    assert_close_flashmla(out, lse, *case.reference())
+    last = slice(64, heads)
+    part = case.replace(q=case.q[:, :, last], attn_sink=case.attn_sink[last])
+    expected = tile_by_tile(part, 16, splits=3, block_keys=64)
+    assert_same_bits((out[:, :, last], lse[:, last].contiguous()), expected)
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_every_token_has_its_own_pattern(record, splits, device):
+    case = padded_case(record, rows(), device, tokens=len(PATTERNS))
+    for token, pattern in enumerate(PATTERNS.values()):
+        case.q[token, :, pattern.to(device)] = 0
+    assert_close_flashmla(*run(case, splits), *case.reference())
+
+
+def test_negative_zero_is_zero_and_a_denormal_or_nan_is_not(record, device):
+    case = padded_case(record, PADDED["8 real"], device, tokens=4)
+    bits = case.q.view(torch.int16)
+    bits[0, :, 16:] = NEGATIVE_ZERO
+    check(case, 4)
+    # Not padded any more: as with any other row there.
+    bits[1, :, 40, 300] = DENORMAL
+    bits[2, :, 63, record.d_qk - 1] = DENORMAL
+    case.q[3, :, 16, 0] = torch.nan
+    out, lse = run(case, 4)
+    assert out[3, :, 16].isnan().all() and lse[3, 16].isnan().all()
+    case.q[3, :, 16, 0] = 1
+    expected = run(case, 4)
+    assert_close_flashmla(*expected, *case.reference())
+    assert_same_bits((out[:3], lse[:3]), (expected[0][:3], expected[1][:3]))
+    assert torch.equal(out[3, :, 17:], expected[0][3, :, 17:])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [[3], [1, 2, 4, 5, 6, 7], [9], [15]], ids=str)
+def test_what_is_not_finite_in_real_rows_stays_there(record, bad, value, splits, device):
+    case = padded_case(record, PADDED["16 real"], device)
+    for row in bad:
+        case.q[0, :, row, 7 * row] = value
+    out, lse = check(case, splits)
+    others = [row for row in range(64) if row not in bad]
+    assert out[0, :, others].isfinite().all() and lse[0, others].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_if_the_first_row_is_not_finite_it_stays_a_tile_of_64(record, value, device):
+    """The first row's products tell which keys are finite. Other rows get what they should all the same."""
+    case = padded_case(record, PADDED["16 real"], device)
+    case.q[0, :, 0, 5] = value
+    out, lse = run(case, 3)
+    assert out[0, :, 0].isnan().all()
+    case.q[0, :, 0] = 0
+    reference, reference_lse = case.reference()
+    assert_close_flashmla(out[:, :, 1:], lse[:, 1:], reference[:, :, 1:], reference_lse[:, 1:])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_or_infinity_in_a_key(record, value, splits, device):
+    """0 times either is NaN, in rows of zeros as well, unless nobody attends to the key."""
+    from flash_mla import kv_cache
+
+    keys = torch.randn(4, 64, record.d_qk, device=device) / 10
+    keys[2, 7, -5] = value  # RoPE, which is bf16
+    case = make_case(2, 1, 64, 192, record=record, device=device, num_blocks=4, sinks=True)
+    case = case.replace(kv=kv_cache.pack(keys, record, power_of_two_scales=True))
+    case.q[:, :, 16:] = 0
+    case.indices[0] = torch.arange(192, device=device)
+    case.indices[1] = torch.arange(64, 256, device=device)
+    case.indices[1][case.indices[1] == 2 * 64 + 7] = -1
+    out, lse = check(case, splits)
+    assert out[0, :, 16:].isnan().all() and lse[0, 16:].isnan().all()
+    assert out[1].isfinite().all() and lse[1].isfinite().all()
+
+
+def test_tokens_without_keys(record, device):
+    case = padded_case(record, PADDED["8 real"], device)
+    case.topk_length.zero_()
+    case.extra_topk_length.zero_()
+    for splits in 1, 3:
+        out, lse = check(case, splits)
+        assert (out == 0).all() and (lse == torch.inf).all()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 8], ids="{} elements off".format)
+@pytest.mark.parametrize("splits", [1, 5])
+def test_rows_that_are_not_aligned(record, splits, offset, device):
+    """q and out a slice of larger tensors, from an odd, an even and an aligned element on."""
+    case = make_case(3, 2, 40, 200, 70, record=record, device=device, sinks=True, lengths="random")
+    case.q[:, :, 8:] = 0
+    expected = run(case, splits)
+    wide = torch.full((3, 2, 41, record.d_qk + 9), torch.nan, dtype=torch.bfloat16, device=device)
+    q = wide[:, :, :40, offset : offset + record.d_qk]
+    q.copy_(case.q)
+    buffer = torch.full((3, 2, 41, 512 + 9), 7.0, dtype=torch.bfloat16, device=device)
+    out = buffer[:, :, :40, offset : offset + 512]
+    got = case.replace(q=q).run(forced(64, splits), out=out)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    assert (buffer[:, :, 40] == 7.0).all()
+    assert (buffer[..., :offset] == 7.0).all() and (buffer[..., offset + 512 :] == 7.0).all()
+    assert_close_flashmla(*got, *case.reference())
+
+
+def test_wide_q(record, device):
+    """A token with magnitudes that f16 cannot hold side by side stays a tile of 64 rows."""
+    case = padded_case(record, PADDED["16 real"], device)
+    narrow = run(case, 4)
+    case.q[0, 0, 2, 10], case.q[0, 0, 2, 11] = 1e-12, 1.0
+    for splits in 1, 4:
+        out, lse = run(case, splits)
+        assert_close_flashmla(out, lse, *case.reference())
+    assert_same_bits((out[1:], lse[1:]), (narrow[0][1:], narrow[1][1:]))
+
+
+def test_a_graph_is_replayed_with_other_rows_zero(record, device):
+    """What kind of tile it is, is looked at in every launch."""
+    case = padded_case(record, rows(), device)
+    full = case.q.clone()
+    meta = forced(64, 3)
+    case.run(meta)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = case.run(meta)
+    for pattern in PADDED["8 real"], rows(), PADDED["16 real"], PATTERNS["20 real"], PADDED["all zero"]:
+        case.q.copy_(full)
+        case.q[:, :, pattern.to(device)] = 0
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        assert_close_flashmla(out, lse, *case.reference())

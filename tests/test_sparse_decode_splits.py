@@ -60,7 +60,7 @@ def test_forced_splits_with_any_lengths(record, head_tile, block_keys, device):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("head_tile, block_keys", TILES)
 def test_last_blocks_of_any_length(record, head_tile, block_keys, splits, device):
-    """A block of 64 keys of which 32 or fewer are left is worked on by half; garbage stays behind."""
+    """What lies in a block behind a split's end is no key."""
     ends = [1, 16, 31, 32, 33, 47, 48, 49, 63]
     lengths = [whole + end for whole in (0, 64, 320) for end in (0, *ends)]
     case = make_case(

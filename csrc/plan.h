@@ -7,7 +7,7 @@
 //
 // where a wave is as many clusters as the GPU holds at once. Clusters do not cross GPCs, so a wave has room for fewer
 // than the SM count suggests, and one cluster too many costs a whole wave: this decides most choices. Every (head_tile,
-// splits, block_keys) is tried, 64 candidates at most, and the cheapest taken: a microsecond or two of host time. The
+// splits, block_keys) is tried, 80 candidates at most, and the cheapest taken: a microsecond or two of host time. The
 // constants are fitted to times on one H200; benchmark/search_plan.py measures the candidates for 8 and 16 heads and prints what
 // the model's choice loses to the best.
 #pragma once
@@ -26,10 +26,6 @@ struct Plan {
 
 inline constexpr int kMaxSplits = 16;   // CTAs of a cluster; more than 8 are non-portable, and available on SM90
 
-// The SMs send each other 16 bytes a cycle, so tiles of 16 and 64 rows send partial results rounded to bf16 if there are at least
-// so many splits; their roundings average out. Of fewer splits, and of 8 rows, in fp32.
-inline constexpr int kBf16Splits = 4;
-
 // Clusters of `splits` CTAs that run at once, a CTA an SM, 0 if not even one. GPC sizes differ from chip to chip, and a plan follows
 // from the SM count alone (the launch asks the GPU what fits at all). On the H200 measured, 132 SMs behaved as GPCs of 18, 17,
 // five of 16, one of 8 and some rest.
@@ -41,13 +37,11 @@ inline int64_t concurrent_clusters(int splits, int num_sms) {
            (splits == 2 ? rest / splits : 0);
 }
 
-// Whether tiles of zero rows are skipped. Nobody pads to 16 heads or fewer.
-inline bool skips_zeros(int head_tile, int64_t heads) { return head_tile < 64 && heads > 16; }
+// Whether rows behind the first 16 may be padding, up to 64. More heads are hardly ever padded, and each tile of theirs would pay for the look.
+inline bool may_be_padded(int64_t heads) { return heads <= 64; }
 
-// Clusters of a token. Where zero rows are skipped, one more cluster works on the zero row.
-inline int64_t tiles_of_token(int head_tile, int64_t heads) {
-    return (heads + head_tile - 1) / head_tile + (skips_zeros(head_tile, heads) ? 1 : 0);
-}
+// Tiles of a token.
+inline int64_t tiles_of_token(int head_tile, int64_t heads) { return (heads + head_tile - 1) / head_tile; }
 
 // How a number of clusters of `splits` CTAs comes to run.
 struct Waves {
@@ -73,30 +67,26 @@ inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
 inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double start = 2.75 + 0.42 * waves.load + (large_blocks ? 0.28 : 0.0) + (wide ? 0.53 : 0.0);
-    const double merge = plan.splits == 1 ? 0.0 : 0.34 + 0.05 * plan.splits;
-    const double block = large_blocks ? (wide ? 1.19 : 1.04) + 0.52 * waves.load : (wide ? 0.80 : 0.69) + 0.17 * waves.load;
-    return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 2.97;
+    const double start = 2.84 + 0.37 * waves.load + (wide ? 0.62 : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : 0.2 + 0.055 * plan.splits;
+    const double block = large_blocks ? (wide ? 1.32 : 1.19) + 0.24 * waves.load : (wide ? 0.84 : 0.76) + 0.11 * waves.load;
+    return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 3.57;
 }
 
-// The same of tiles of 64 rows, none of which are zero.
-inline double large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
-    const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double merge = plan.splits == 1 ? 0.0 : plan.splits < kBf16Splits ? 4.0 + 0.7 * waves.load : 1.3 + 0.1 * plan.splits;
-    const double block = 2.24 + 0.17 * waves.load;
-    return 5.8 + 0.96 * waves.load + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 7.07;
+// The same of all tiles of 64 rows, if none of them are padded.
+inline double large_tiles_us(const Plan& plan, int64_t tokens, int64_t width, int heads, int num_sms) {
+    const Waves waves = waves_of(tokens * tiles_of_token(64, heads), plan.splits, num_sms);
+    const double start = (may_be_padded(heads) ? 5.92 : 4.8) + 1.92 * waves.load;
+    const double merge = plan.splits == 1 ? 0.0 : 1.66 + 0.06 * plan.splits;
+    return start + merge + waves.count * blocks_of_longest_split(width, plan) * 2.17 + (waves.count - 1) * 7.45;
 }
 
-// And of tiles of 64 rows whose rows from 16 on are zero: tiles of 16 and the zero row. One split writes that by fewer warps.
-inline double padded_large_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
-    const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double zero_row = plan.splits == 1 ? 3.3 : 1.8 + 1.2 * waves.load;
-    return small_tiles_us({16, plan.splits, 64}, clusters, width, num_sms) + zero_row + waves.count * blocks_of_longest_split(width, plan) * 0.25;
+// And of a tile of 64 rows a token whose rows from 16 on are zero: tiles of 16 and the zero row.
+inline double padded_large_tiles_us(const Plan& plan, int64_t tokens, int64_t width, int num_sms) {
+    const Waves waves = waves_of(tokens, plan.splits, num_sms);
+    const double zero_row = plan.splits == 1 ? 3.82 : 1.32 + 0.44 * waves.load;
+    return small_tiles_us({16, plan.splits, 64}, tokens, width, num_sms) + zero_row + waves.count * blocks_of_longest_split(width, plan) * 0.32;
 }
-
-// What skipping zero rows takes, with smaller tiles, besides the zero row's cluster. That one merges even if it is one split; in a padded
-// call it writes the results of all skipped tiles.
-inline double zero_rows_us(const Plan& plan, bool is_padded) { return plan.splits == 1 ? (is_padded ? 2.5 : 1.4) : (is_padded ? 1.4 : 0.2); }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.
 struct Choice {
@@ -113,47 +103,44 @@ void choose_splits(Choice& best, int head_tile, int block_keys, int64_t width, E
     }
 }
 
-// Up to 16 heads: two tiles of 8 rows beside each other, or one of 16.
-inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
-    Choice best{{8, 1, 32}};
-    auto try_tile = [&](int head_tile, int block_keys) {
-        const int64_t clusters = tokens * tiles_of_token(head_tile, heads);
-        choose_splits(best, head_tile, block_keys, width, [&](const Plan& plan) {
-            return small_tiles_us(plan, clusters, width, num_sms);
-        });
-    };
-    for (int block_keys : {32, 64}) {
-        try_tile(8, block_keys);
-        if (heads > 8) try_tile(16, block_keys);
-    }
-    return best.plan;
-}
-
-// More: tiles of 64 rows, or of 8 or 16. Callers pad 8 or 16 heads to 64, others have 64, and the host cannot look at q. So for
-// 64 heads an estimate is the mean (geometric, with twice the weight on padded calls) of the two cases, and a choice that would make
-// real heads wait 1.4 times as long as the best for them in tiles of 64 is not taken.
-inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
-    const int64_t large_tiles = tokens * tiles_of_token(64, heads);
-    Choice for_real{{64, 1, 64}};
-    choose_splits(for_real, 64, 64, width, [&](const Plan& plan) { return large_tiles_us(plan, large_tiles, width, num_sms); });
-    auto weigh = [&](double real, double padded) {
-        if (real > 1.4 * for_real.us) return std::numeric_limits<double>::infinity();
-        return heads == 64 ? std::cbrt(padded * padded * real) : real;
-    };
-    Choice best{for_real.plan};
-    choose_splits(best, 64, 64, width, [&](const Plan& plan) {
-        return weigh(large_tiles_us(plan, large_tiles, width, num_sms), padded_large_tiles_us(plan, large_tiles, width, num_sms));
-    });
+// Tiles of 8 or 16 rows, on blocks of 32 or 64 keys. `weigh`: what such a time counts.
+template <class Weigh>
+void choose_small_tiles(Choice& best, int64_t tokens, int64_t width, int heads, int num_sms, Weigh weigh) {
     for (int block_keys : {32, 64}) {
         for (int head_tile : {8, 16}) {
+            if (head_tile == 16 && heads <= 8) continue;
+            const int64_t clusters = tokens * tiles_of_token(head_tile, heads);
             choose_splits(best, head_tile, block_keys, width, [&](const Plan& plan) {
-                auto us = [&](int64_t working, bool is_padded) {
-                    return small_tiles_us(plan, tokens * working, width, num_sms) + zero_rows_us(plan, is_padded);
-                };
-                return weigh(us(tiles_of_token(head_tile, heads), false), us(16 / head_tile + 1, true));   // 16 real heads, and the zero row
+                return weigh(small_tiles_us(plan, clusters, width, num_sms));
             });
         }
     }
+}
+
+// Up to 16 heads.
+inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
+    Choice best{{8, 1, 32}};
+    choose_small_tiles(best, tokens, width, heads, num_sms, [](double us) { return us; });
+    return best.plan;
+}
+
+// More: tiles of 64 rows, or of 8 or 16. Callers pad 8 or 16 heads to 64, others have 64, and the host cannot look at q. Small tiles
+// take the same time for both; tiles of 64 rows take less if they are padded. So for 64 heads choices are compared by their geometric
+// mean of the two cases, with four times the weight on padded calls (its fifth power, to be exact), and one that would make real heads
+// wait 1.4 times as long as the best for them in tiles of 64 is not taken.
+inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
+    const auto large_us = [&](const Plan& plan) { return large_tiles_us(plan, tokens, width, heads, num_sms); };
+    Choice for_real{{64, 1, 64}};
+    choose_splits(for_real, 64, 64, width, large_us);
+    auto weigh = [&](double real, double padded) {
+        if (real > 1.4 * for_real.us) return std::numeric_limits<double>::infinity();
+        return heads == 64 ? std::pow(padded, 4) * real : real;
+    };
+    Choice best{for_real.plan};
+    choose_splits(best, 64, 64, width, [&](const Plan& plan) {
+        return weigh(large_us(plan), padded_large_tiles_us(plan, tokens, width, num_sms));
+    });
+    choose_small_tiles(best, tokens, width, heads, num_sms, [&](double us) { return weigh(us, us); });
     return best.plan;
 }
 

@@ -91,21 +91,49 @@ def record(request):
     return request.param
 
 
-# Besides what the plan chooses, which is mostly tiles of 8 rows on blocks of 32 keys: (head_tile, splits).
-FORCED_TILES = [None, (8, 1), (8, 2), (16, 1), (16, 2), (64, 1)]
+# Besides what the plan chooses, which is mostly tiles of 8 rows on blocks of 32 keys: (head_tile, splits, number of heads beyond which
+# fewer are repeated: a tile of 64 rows would become one of 16 if there are no more than that).
+FORCED_TILES = {
+    "planned": None,
+    "tile8": (8, 1, 0),
+    "tile8-splits2": (8, 2, 0),
+    "tile16": (16, 1, 0),
+    "tile16-splits2": (16, 2, 0),
+    "tile64-padded": (64, 1, 0),
+    "tile64": (64, 1, 16),
+    "tile64-splits2": (64, 2, 16),
+    "two-tiles64": (64, 3, 64),
+}
 
 
-@pytest.fixture(params=FORCED_TILES, ids=["planned", "tile8", "tile8-splits2", "tile16", "tile16-splits2", "tile64"])
+@pytest.fixture(params=FORCED_TILES.values(), ids=list(FORCED_TILES))
 def any_tile(request, monkeypatch):
     """Runs a test as planned, then with blocks of 64 keys in every tile, for calls without a plan of their own."""
     if request.param is not None:
-        head_tile, splits = request.param
+        head_tile, splits, more_than = request.param
+        if more_than:
+            repeated = _with_repeated_heads(flash_mla.flash_mla_with_kvcache, more_than)
+            monkeypatch.setattr(flash_mla, "flash_mla_with_kvcache", repeated)
 
         def get_mla_metadata(*_, **__):
             meta = flash_mla.FlashMLASchedMeta()
             return meta.force_plan(head_tile=head_tile, splits=splits, block_keys=64), None
 
         monkeypatch.setattr(flash_mla, "get_mla_metadata", get_mla_metadata)
+
+
+def _with_repeated_heads(call, more_than):
+    def repeated(q, *arguments, attn_sink=None, out=None, **keywords):
+        heads = q.shape[2]
+        if heads > more_than:
+            return call(q, *arguments, attn_sink=attn_sink, out=out, **keywords)
+        times = more_than // heads + 1
+        sinks = None if attn_sink is None else attn_sink.repeat(times)
+        got, lse = call(q.repeat(1, 1, times, 1), *arguments, attn_sink=sinks, **keywords)
+        got, lse = got[:, :, :heads].contiguous(), lse[:, :heads].contiguous()
+        return (got, lse) if out is None else (out.copy_(got), lse)
+
+    return repeated
 
 
 # ---- The record of a run -------------------------------------------------------------------------

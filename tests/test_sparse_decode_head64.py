@@ -29,7 +29,7 @@ def test_321_requests_of_3_rows(record, splits, device):
     case.check(forced(64, splits))
 
 
-@pytest.mark.parametrize("h_q", [1, 8, 63, 64, 65, 100, 128])
+@pytest.mark.parametrize("h_q", [1, 8, 17, 32, 63, 64, 65, 100, 128])
 @pytest.mark.parametrize("topk, extra_topk", [(128, 0), (128, 512), (2048, 0)])
 def test_it_agrees_with_the_tile_of_16_rows(record, h_q, topk, extra_topk, device):
     case = make_case(
@@ -38,6 +38,38 @@ def test_it_agrees_with_the_tile_of_16_rows(record, h_q, topk, extra_topk, devic
     out, lse = case.run(forced(16, 2))
     for splits in 1, 2, 5:
         assert_close_flashmla(*case.run(forced(64, splits)), out, lse)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 9, 16])
+@pytest.mark.parametrize("topk, extra_topk", [(16, 0), (97, 0), (128, 512), (2048, 0)])
+def test_two_tiles_of_a_token_are_bit_for_bit_those_of_calls_of_their_own(
+    record, topk, extra_topk, splits, device
+):
+    """Of up to 64 heads another kernel asks first whether they are padded."""
+    case = make_case(
+        5, 2, 128, topk, extra_topk, record=record, device=device, sinks=True, invalid_fraction=0.1,
+        lengths="random", extra_lengths="random" if extra_topk else None,
+    )  # fmt: skip
+    out, lse = case.run(forced(64, splits))
+    assert_close_flashmla(out, lse, *case.reference())
+    for part in slice(0, 64), slice(64, 128):
+        half = case.replace(q=case.q[:, :, part], attn_sink=case.attn_sink[part])
+        expected, expected_lse = half.run(forced(64, splits))
+        assert torch.equal(out[:, :, part], expected)
+        assert torch.equal(lse[:, part], expected_lse)
+
+
+@pytest.mark.parametrize("heads", [65, 72, 100, 127])
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_a_second_tile_with_rows_that_do_not_exist(record, heads, splits, device):
+    case = make_case(7, 1, heads, 300, record=record, device=device, sinks=True, lengths="random")
+    case.check(forced(64, splits))
+
+
+def test_several_waves_of_many_blocks(record, device):
+    case = make_case(150, 1, 128, 1500, record=record, device=device, lengths="random")
+    for splits in 1, 4:
+        case.check(forced(64, splits))
 
 
 def test_q_of_infinities_without_keys(record, device):

@@ -50,7 +50,7 @@ def test_any_one_byte_dtype(record, dtype, device):
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("any_tile", [None, (64, 1)], indirect=True, ids=["planned", "tile64"])
+@pytest.mark.parametrize("any_tile", [None, (64, 1, 16)], indirect=True, ids=["planned", "tile64"])
 @pytest.mark.parametrize("page", [1, 64])
 def test_pool_beyond_4_gib(record, page, device):
     """Keys at both ends and just around 2 and 4 GiB of a pool of 5 GiB, in main and extra cache."""

@@ -44,27 +44,29 @@ def test_forced_splits_agree(record, h_q, topk, extra_topk, device):
         assert_close_flashmla(*result, *first)
 
 
+@pytest.mark.parametrize("h_q", [8, 24])
 @pytest.mark.parametrize("head_tile, block_keys", TILES)
-def test_forced_splits_with_any_lengths(record, head_tile, block_keys, device):
+def test_forced_splits_with_any_lengths(record, head_tile, block_keys, h_q, device):
     """Tokens whose keys end before a split's range begins, in either cache: no CTA waits for ever."""
     lengths = [0, 0, 300, 300, 1, 17, 150, 300, 33]
     extra_lengths = [0, 200, 0, 200, 1, 0, 64, 199, 5]
     case = make_case(
-        9, 1, 8, 300, 200, record=record, device=device, lengths=lengths, extra_lengths=extra_lengths
+        9, 1, h_q, 300, 200, record=record, device=device, lengths=lengths, extra_lengths=extra_lengths
     )
     reference = case.reference()
     for splits in SPLITS:
         assert_close_flashmla(*case.run(forced(head_tile, splits, block_keys)), *reference)
 
 
+@pytest.mark.parametrize("h_q", [16, 24])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("head_tile, block_keys", TILES)
-def test_last_blocks_of_any_length(record, head_tile, block_keys, splits, device):
+def test_last_blocks_of_any_length(record, head_tile, block_keys, splits, h_q, device):
     """What lies in a block behind a split's end is no key."""
     ends = [1, 16, 31, 32, 33, 47, 48, 49, 63]
     lengths = [whole + end for whole in (0, 64, 320) for end in (0, *ends)]
     case = make_case(
-        len(lengths), 1, 16, 400, record=record, device=device, lengths=lengths, invalid_fraction=0.1
+        len(lengths), 1, h_q, 400, record=record, device=device, lengths=lengths, invalid_fraction=0.1
     )
     assert_close_flashmla(*case.run(forced(head_tile, splits, block_keys)), *case.reference())
 

@@ -1,4 +1,4 @@
-"""Zero rows of q, with which callers pad to 64 heads: skipped on the GPU, and exactly as if they were not."""
+"""Zero rows of q, with which callers pad to 64 heads, in tiles of 8 and 16 rows: bit for bit as in a call of their tile alone."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def padded_case(record, pattern, device, tokens=3, heads=64, seed=0):
 
 
 def tile_by_tile(case, head_tile, **plan):
-    """The same heads in calls of one tile each, where nothing is ever skipped."""
+    """The same heads in calls of one tile each."""
     results = []
     for first in range(0, case.q.shape[2], head_tile):
         part = slice(first, first + head_tile)
@@ -57,7 +57,7 @@ def tile_by_tile(case, head_tile, **plan):
 
 
 def check(case, splits, block_keys):
-    """Tiles of 8 and of 16 rows skip zero tiles."""
+    """Tiles of 16 and of 8 rows."""
     check_tile(case, 16, splits=splits, block_keys=block_keys)
     return check_tile(case, 8, splits=splits, block_keys=block_keys)
 
@@ -74,7 +74,7 @@ def check_tile(case, head_tile, **plan):
 
 @pytest.mark.parametrize("splits, block_keys", [(1, 32), (1, 64), (3, 32), (8, 64), (16, 32)])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=list(PATTERNS))
-def test_any_pattern_is_bit_for_bit_as_if_computed(record, pattern, splits, block_keys, device):
+def test_any_pattern(record, pattern, splits, block_keys, device):
     check(padded_case(record, pattern, device), splits=splits, block_keys=block_keys)
 
 
@@ -97,7 +97,7 @@ def test_negative_zero_is_zero_and_a_denormal_or_nan_is_not(record, device):
     bits = case.q.view(torch.int16)
     bits[0, :, 8:] = NEGATIVE_ZERO
     bits[1, :, 40, 300] = DENORMAL
-    bits[2, :, 15, record.d_qk - 1] = DENORMAL  # the row that the others would lean on
+    bits[2, :, 15, record.d_qk - 1] = DENORMAL
     case.q[3, :, 50, 511] = torch.nan
     out, lse = check(case, splits=4, block_keys=32)
     assert out[3, :, 50].isnan().all() and lse[3, 50].isnan().all()
@@ -139,7 +139,7 @@ def test_rows_that_are_not_aligned(record, splits, offset, device):
 
 
 def test_a_graph_is_replayed_with_other_rows_zero(record, device):
-    """Which tiles are zero is looked at in every launch."""
+    """Whatever has to be known of q is looked at in every launch."""
     case = padded_case(record, rows(), device)
     full = case.q.clone()
     meta = flash_mla.get_mla_metadata()[0].force_plan(head_tile=8, splits=4, block_keys=32)

@@ -102,32 +102,35 @@ SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan,
 }
 
 struct Kernel {
-    decltype(&sm90::head16::max_splits<V4Record, 1, 32, false>) max_splits;
-    decltype(&sm90::head16::launch<V4Record, 1, 32, false>) launch;
+    decltype(&sm90::head16::max_splits<V4Record, 1, 32>) max_splits;
+    decltype(&sm90::head16::launch<V4Record, 1, 32>) launch;
 };
 
-template <class Record, int kHeadGroups, int kKeys>
-Kernel choose_kernel(int64_t heads) {
+template <class Record, int kHeadGroups>
+Kernel small_tile_kernel(int block_keys) {
     using namespace sm90::head16;
-    if (skips_zeros(8 * kHeadGroups, heads)) return {max_splits<Record, kHeadGroups, kKeys, true>, launch<Record, kHeadGroups, kKeys, true>};
-    return {max_splits<Record, kHeadGroups, kKeys, false>, launch<Record, kHeadGroups, kKeys, false>};
+    if (block_keys == 64) return {max_splits<Record, kHeadGroups, 64>, launch<Record, kHeadGroups, 64>};
+    return {max_splits<Record, kHeadGroups, 32>, launch<Record, kHeadGroups, 32>};
 }
 
 template <class Record>
-Kernel choose_kernel(int64_t heads, const Plan& plan) {
-    if (plan.head_tile == 64) return {sm90::head64::max_splits<Record>, sm90::head64::launch<Record>};
-    if (plan.head_tile == 16) return plan.block_keys == 64 ? choose_kernel<Record, 2, 64>(heads) : choose_kernel<Record, 2, 32>(heads);
-    return plan.block_keys == 64 ? choose_kernel<Record, 1, 64>(heads) : choose_kernel<Record, 1, 32>(heads);
+Kernel choose_kernel(const Tensor& q, const Plan& plan) {
+    using namespace sm90::head64;
+    if (plan.head_tile == 8) return small_tile_kernel<Record, 1>(plan.block_keys);
+    if (plan.head_tile == 16) return small_tile_kernel<Record, 2>(plan.block_keys);
+    if (may_be_padded(q.size(2)) && rows_are_aligned(q, 16)) return {max_splits<Record, Rows::kMayBePadded>, launch<Record, Rows::kMayBePadded>};
+    return {max_splits<Record, Rows::kAsTheyAre>, launch<Record, Rows::kAsTheyAre>};
 }
 
-Kernel choose_kernel(RecordKind record, int64_t heads, const Plan& plan) {
-    return record == RecordKind::kV4 ? choose_kernel<V4Record>(heads, plan) : choose_kernel<V32Record>(heads, plan);
+Kernel choose_kernel(RecordKind record, const Tensor& q, const Plan& plan) {
+    return record == RecordKind::kV4 ? choose_kernel<V4Record>(q, plan) : choose_kernel<V32Record>(q, plan);
 }
 
 // The plan knows the SM count only; a GPU may have no place for a cluster that large.
 void fit_plan(const SparseDecodeArguments& a, Plan& plan, const Kernel& kernel) {
     int fits = 0;
     check_cuda(kernel.max_splits(&fits), "setting up sparse_decode");
+    if (fits < 1) throw std::runtime_error("flash_mla: this GPU has no room for a CTA of sparse_decode");
     if (plan.splits <= fits) return;
     if (a.tile_scheduler_metadata) {
         throw std::runtime_error("flash_mla: tile_scheduler_metadata: got a forced plan of " + std::to_string(plan.splits) +
@@ -155,7 +158,7 @@ SparseDecodeResult sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Option
     Tensor lse = torch::stable::new_empty(q, {a.batch(), a.h_q(), a.s_q()}, torch::headeronly::ScalarType::Float);
     if (a.tokens() > 0) {
         Plan plan = choose_plan(a, num_sms);
-        const Kernel kernel = choose_kernel(record, a.h_q(), plan);
+        const Kernel kernel = choose_kernel(record, a.q, plan);
         fit_plan(a, plan, kernel);
         const SparseDecodeParams p = make_params(a, plan, out, lse);
         void* stream = nullptr;

@@ -71,8 +71,9 @@ __device__ __forceinline__ void wgmma_m64n64k16_ss(float (&d)[32], Swizzled128 a
         : "r"(a.lower), "r"(b.lower), "n"(kAccumulate ? 1 : 0));
 }
 
-// d[64 x 128] += a[64 x 16] * b[16 x 128]; bf16, a in registers, b MN-major in shared memory.
-__device__ __forceinline__ void wgmma_m64n128k16_rs(float (&d)[64], const uint32_t* a, Swizzled128 b) {
+// d[64 x 128] = (or, if `accumulate`, which the warpgroup agrees on, +=) a[64 x 16] * b[16 x 128]; bf16, a in registers, b MN-major
+// in shared memory.
+__device__ __forceinline__ void wgmma_m64n128k16_rs(float (&d)[64], const uint32_t* a, Swizzled128 b, bool accumulate) {
     asm volatile(
         "{.reg .pred accumulate;\n setp.ne.b32 accumulate, %69, 0;\n"
         FLASH_MLA_DESCRIPTOR("b", "%68")
@@ -91,7 +92,7 @@ __device__ __forceinline__ void wgmma_m64n128k16_rs(float (&d)[64], const uint32
           "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
           "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
           "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.lower), "n"(1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.lower), "r"(static_cast<uint32_t>(accumulate)));
 }
 
 #undef FLASH_MLA_DESCRIPTOR

@@ -24,11 +24,17 @@ struct SplitsOfTile {
     __device__ __forceinline__ int own_unit(int local) const { return local * count + rank; }
     template <class C> __device__ __forceinline__ int units_per_owner() const { return local(C::kUnits + count - 1); }
     template <class C> __device__ __forceinline__ int own_units() const { return local(C::kUnits - 1 - rank + count); }
-    template <class C> __device__ __forceinline__ bool send_bf16() const { return C::kMaySendBf16 && count >= kBf16Splits; }
-    template <class C> __device__ __forceinline__ int unit_bytes() const { return send_bf16<C>() ? C::kUnitBytes / 2 : C::kUnitBytes; }
-    // Where unit number `local` of an owner lies when it comes from split `from`, in bytes of the owner's incoming area.
-    template <class C> __device__ __forceinline__ int incoming_offset(int from, int local) const {
-        return (from * units_per_owner<C>() + local) * unit_bytes<C>();
+    // Where an owner has its unit number `local`, in bytes of its incoming area: what comes from each of its peers, which it numbers
+    // without itself, and behind that its own, in fp32. The SMs send each other 16 bytes a cycle: tiles of 16 and 64 rows send bf16.
+    template <class C> static constexpr int kSentUnitBytes = C::kSendsBf16 ? C::kUnitBytes / 2 : C::kUnitBytes;
+    template <class C> __device__ __forceinline__ int incoming_offset(int peer, int local) const {
+        return (peer * units_per_owner<C>() + local) * kSentUnitBytes<C>;
+    }
+    template <class C> __device__ __forceinline__ int sent_offset(int owner, int local) const {
+        return incoming_offset<C>(rank - (rank > owner), local);
+    }
+    template <class C> __device__ __forceinline__ int own_offset(int local) const {
+        return incoming_offset<C>(count - 1, 0) + local * C::kUnitBytes;
     }
 };
 
@@ -40,7 +46,7 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
-    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * (splits.unit_bytes<C>() + more_unit_bytes));
+    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * (splits.kSentUnitBytes<C> + more_unit_bytes));
 }
 
 // A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, seen
@@ -52,21 +58,27 @@ __device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, S
     else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
 }
 
-// 16 bytes of a partial result to their owner; `to`: where in its shared memory. Likewise.
+// Where a unit of the own partial result goes: an address in the owner's shared memory, and the barrier there; 0 if the owner is this CTA.
+// A table of all units is made once, by a warp, for whoever comes behind a barrier: it would take much code to work it out at each store.
+struct UnitPlace {
+    uint32_t address, barrier;
+    __device__ __forceinline__ bool is_own() const { return barrier == 0; }
+};
 template <class C>
-__device__ __forceinline__ void send(float4 v, uint32_t to, int owner, uint32_t shared, SplitsOfTile splits) {
-    if (owner == splits.rank) {
-        ptx::st_shared_v4(to, __float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w));
-    } else {
-        ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
-    }
+__device__ __forceinline__ uint32_t unit_place_at(uint32_t shared, int unit) { return shared + C::kUnitPlacesOffset + 8 * unit; }
+template <class C>
+__device__ __forceinline__ void find_unit_places(uint32_t shared, SplitsOfTile splits, int lane) {
+    static_assert(C::kUnits == 32);
+    const int owner = splits.owner(lane), local = splits.local(lane);
+    const bool is_own = owner == splits.rank;
+    const uint32_t in_owner = ptx::mapa(shared, owner), offset = is_own ? splits.own_offset<C>(local) : splits.sent_offset<C>(owner, local);
+    ptx::st_shared_v2(unit_place_at<C>(shared, lane), {(is_own ? shared : in_owner) + C::kIncomingOffset + offset,
+                                                       is_own ? 0 : in_owner + C::kPartialBarrierOffset});
 }
-
-// 8 bytes.
 template <class C>
-__device__ __forceinline__ void send(float2 v, uint32_t to, int owner, uint32_t shared, SplitsOfTile splits) {
-    if (owner == splits.rank) ptx::st_shared_f32x2(to, v);
-    else ptx::st_async(ptx::mapa(to, owner), v, ptx::mapa(shared + C::kPartialBarrierOffset, owner));
+__device__ __forceinline__ UnitPlace unit_place(uint32_t shared, int unit) {
+    const uint2 v = ptx::ld_shared_v2(unit_place_at<C>(shared, unit));
+    return {v.x, v.y};
 }
 
 // The log-sum-exp of a head over all splits, base 2, -inf without keys. `of_head`: its first split's in shared memory. By a

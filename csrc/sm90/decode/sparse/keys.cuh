@@ -61,9 +61,9 @@ __device__ __forceinline__ bool is_key(const SparseDecodeParams& p, const IndexL
            static_cast<uint32_t>(slot) < p.source[place.extra].num_slots;
 }
 
-// Where the bytes of a slot lie.
+// Where the bytes of a key lie.
 struct KeyAddress {
-    const uint8_t* row;
+    const uint8_t* row;         // null: no key
     uint32_t scales_from_row;
 };
 
@@ -78,6 +78,14 @@ __device__ __forceinline__ KeyAddress locate(const KeySource& source, uint32_t s
                                    ? source.page.divisor * Record::kRowBytes - offset * (Record::kRowBytes - Record::kScaleBytes)
                                    : Record::kScaleOffset;
     return {source.blocks + units * 16, to_scales};
+}
+
+// Of what a list names at that place.
+template <class Record>
+__device__ __forceinline__ KeyAddress find_key(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place, int32_t slot) {
+    const bool valid = is_key(p, lists, place, slot);
+    const KeyAddress a = locate<Record>(p.source[place.extra], valid ? slot : 0);
+    return {valid ? a.row : nullptr, a.scales_from_row};
 }
 
 }  // namespace flash_mla::sm90

@@ -16,10 +16,9 @@ inline constexpr int kLargeTile = 64;   // rows of the largest head tile
 inline constexpr int kTileDims = 64;
 inline constexpr int kUnitDims = 16;    // M of the values' matrix product: the grain in which splits share the merge
 
-// What a CTA receives at most, if a unit has so many bytes in fp32: splits * ceil(32 / splits) units of fp32, the maximum over
-// splits is 45 at 15, or 33 at 3, or half of 45.
-constexpr int incoming_bytes(int unit_bytes, bool may_send_bf16) { return (may_send_bf16 ? 33 : 45) * unit_bytes; }
-static_assert(33 > 45 / 2);
+// What a CTA has of its units at most, if one has so many bytes in fp32: splits * ceil(32 / splits) units of fp32, the maximum
+// over splits is 45 at 15; or, if peers send bf16, (splits + 1) / 2 * ceil(32 / splits), which is 32 at 1.
+constexpr int incoming_bytes(int unit_bytes, bool sends_bf16) { return (sends_bf16 ? 32 : 45) * unit_bytes; }
 
 // Exact n / d for 0 <= n < 2^31 as one multiplication and two shifts (Granlund and Montgomery's method, with
 // 2n in place of n so that d = 1 needs no special case).

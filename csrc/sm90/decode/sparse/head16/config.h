@@ -9,39 +9,30 @@
 
 namespace flash_mla::sm90::head16 {
 
-inline constexpr int kLikelyHeads = 16;  // the first rows of a padded call, which are real most often
-
-// What becomes of rows of q that are all zero, with which callers pad.
-enum class ZeroRows {
-    kComputed,   // the same as of others
-    kCluster,    // tiles of them are skipped; of each token one cluster more computes the zero row
-    kColumn      // none but zero rows may follow the tile: the zero row is one more row of its scores, and column of its results
-};
-
-// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.
+// kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kHasZeroColumn: none but zero rows follow
+// the tile, in one of 64 rows; the zero row is one more row of its scores, and column of its results.
 //
 // A block's scores are the work of 8 warps, the score warps, and its values that of 8 others, the value warps: while these
 // multiply a block, the score warps compute the scores of the next one.
-template <class Record_, int kHeadGroups_, int kKeys_, ZeroRows kZeroRows_>
+template <class Record_, int kHeadGroups_, int kKeys_, bool kHasZeroColumn_>
 struct Config {
     using Record = Record_;
     static constexpr int kHeadGroups = kHeadGroups_;
     static constexpr int kKeys = kKeys_;
-    static constexpr ZeroRows kZeroRows = kZeroRows_;
-    static constexpr bool kSkipsZeros = kZeroRows == ZeroRows::kCluster, kHasZeroColumn = kZeroRows == ZeroRows::kColumn;
+    static constexpr bool kHasZeroColumn = kHasZeroColumn_;
     static constexpr int kHeads = 8 * kHeadGroups;
-    static constexpr bool kMayBeWide = !kHasZeroColumn;   // Q, see TileFlags: head64/kernel.cuh leaves those to its other kind of tile
+    static constexpr bool kMayBeWide = !kHasZeroColumn;   // Q, see query.cuh: head64/padded_kernel.cuh leaves those to its other kind of tile
     // With the zero row, if it is one of the tile's.
     static constexpr int kScoredHeads = kHeads + kHasZeroColumn, kColumnGroups = kHeadGroups + kHasZeroColumn;
     // The rows whose results the cluster may have to write.
-    static constexpr int kMaxRows = kSkipsZeros ? kMaxHeads : kHasZeroColumn ? kLargeTile : kHeads;
+    static constexpr int kMaxRows = kHasZeroColumn ? kLargeTile : kHeads;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
     static constexpr int kScoreWarps = 8, kValueWarps = 8;
     static constexpr int kWarps = kScoreWarps + kValueWarps;
     static constexpr int kThreads = 32 * kWarps;
     // With much of Q and many keys in their hands, score warps take registers over from the value warps.
     static constexpr bool kMovesRegisters = kHeadGroups == 2 || kKeys == 64;
-    static constexpr int kScoreRegisters = kHasZeroColumn && Record::kRopeInV ? 152 : 160, kValueRegisters = 256 - kScoreRegisters;
+    static constexpr int kScoreRegisters = 160, kValueRegisters = 256 - kScoreRegisters;
 
     // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
     static constexpr int kDimParts = 2;
@@ -79,11 +70,11 @@ struct Config {
     static_assert(kRowPitch % 32 == 16);
     // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through the weights' place. When the
     // last block has been weighed and multiplied, everything from the scores to the rows' exponents is free to receive the partial results of
-    // the peers: [split][unit][head group][lane], 16 bytes each, or of bf16 [split][unit][lane].
+    // the peers, [peer][unit][lane] of 16 bytes, and the own ones, in fp32: [unit][head group][lane].
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kScoredHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
-    static constexpr bool kMaySendBf16 = kHeadGroups == 2;   // see send_partial
+    static constexpr bool kSendsBf16 = kHeadGroups == 2;   // see send_partial
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes; warp 0 also the zero row's
@@ -101,19 +92,18 @@ struct Config {
     static constexpr int kScaleArrayBytes = kScaleRows * kScaleStride * 4;   // of scales, of exponents, of mantissas
     static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
 
-    // Barriers, and flags. Of a tile with a zero row behind everything else, out of the way of head64/config.h's: its kernel has both.
-    static constexpr int kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - 160 : 0;
+    // Barriers, and flags. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
+    static constexpr int kBarrierBytes = 8 * (4 + 2 * kStages), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
     static constexpr int kLseBarrierOffset = kBarriersOffset;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
     static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
-    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;   // see head64/padding.cuh
-    static constexpr int kTileFlagsOffset = kLookBarrierOffset + 8, kTileFlagsEnd = kTileFlagsOffset + 4 * kScoreWarps;   // [score warp], see TileFlags
-    static_assert(!kHasZeroColumn || kTileFlagsEnd <= kMaxSharedBytes);
-    static constexpr int kNonzeroTilesOffset = kHasZeroColumn ? 0 : kTileFlagsEnd;         // [warp], of this CTA, see zero_rows.cuh
-    static constexpr int kPeerNonzeroTilesOffset = kNonzeroTilesOffset + 4 * kWarps;  // [split]
-    static constexpr int kClusterOffset = kPeerNonzeroTilesOffset + 4 * kMaxSplits;
+    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;
+    static_assert(kLookBarrierOffset + 8 == kBarriersOffset + kBarrierBytes);
+    static constexpr int kFindingsOffset = kHasZeroColumn ? 0 : kBarrierBytes;          // [warp], see zero_rows.cuh
+    static constexpr int kPeerFindingsOffset = kFindingsOffset + (kHasZeroColumn ? 4 * kWarps : 0);   // [split]
+    static constexpr int kClusterOffset = kPeerFindingsOffset + (kHasZeroColumn ? 4 * kMaxSplits : 0);
     static constexpr int kRingOffset = (kClusterOffset + 4 + 127) / 128 * 128;
     static constexpr int kScoreOffset = kRingOffset + kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
@@ -123,7 +113,7 @@ struct Config {
     static_assert(kWeightOffset % 16 == 0);
     static constexpr int kQueryOffset = kWeightOffset;   // in the beginning
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
-    static constexpr int kZeroIncomingOffset = kIncomingOffset + incoming_bytes(kUnitBytes, kMaySendBf16);   // [split][unit][dim] fp32
+    static constexpr int kZeroIncomingOffset = kIncomingOffset + incoming_bytes(kUnitBytes, kSendsBf16);   // [split][unit][dim] fp32
     static constexpr int kZeroUnitBytes = kHasZeroColumn ? kUnitDims * 4 : 0, kZeroIncomingBytes = incoming_bytes(kZeroUnitBytes, false);
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
         std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kZeroIncomingOffset + kZeroIncomingBytes});
@@ -131,8 +121,9 @@ struct Config {
     static_assert(kShareOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kShareOffset + (kScoredHeads + 3) / 4 * 16;   // [head][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kScoredHeads * kMaxSplits * 4;   // [row], base 2
-    static constexpr int kSinksEnd = kSinkOffset + 4 * kMaxRows, kSharedBytes = kHasZeroColumn ? kMaxSharedBytes : kSinksEnd;
-    static_assert(!kHasZeroColumn || kSinksEnd <= kBarriersOffset);
+    static constexpr int kUnitPlacesOffset = (kSinkOffset + 4 * kMaxRows + 7) / 8 * 8;                // [unit], of the own partial result
+    static constexpr int kDataEnd = kUnitPlacesOffset + 8 * kUnits, kSharedBytes = kHasZeroColumn ? kMaxSharedBytes : kDataEnd;
+    static_assert(!kHasZeroColumn || kDataEnd <= kBarriersOffset);
     static constexpr int kZeroRowOffset = kRingOffset;   // [own unit][dim] fp32: the ring is free by then
 
     static_assert(kUnits == 32 && kTiles == kScoreWarps);   // a score warp converts a tile of Q

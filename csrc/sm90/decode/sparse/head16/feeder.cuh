@@ -16,7 +16,7 @@ struct KeyFeeder {
     const int lane, block_of_round, key;   // of this lane
     IndexLists lists;
     SlotAddress first_slot;
-    FoundKey<C> found;
+    KeyAddress found;
     int32_t slot;                    // of the first round, then of the next one
     int blocks;                      // of the CTA
 
@@ -41,12 +41,11 @@ struct KeyFeeder {
         // Opaque: or the compiler keeps what it follows from for later, instead of the one number.
         blocks = ptx::opaque((live + C::kKeyGroups - 1) / C::kKeyGroups);
     }
-    __device__ __forceinline__ void locate_first() { found.locate(p, lists, place_in_round(0), slot); }
+    __device__ __forceinline__ void find_first() { found = find_key<typename C::Record>(p, lists, place_in_round(0), slot); }
     // Behind the copies of the first round's first blocks.
     __device__ __forceinline__ void load_next_slots(int first_block) {
         if constexpr (C::kHasZeroColumn) {   // registers are short: the lists' addresses are worked out anew
-            const ClusterWork<C> work(p, ptx::ld_shared_u32(ring.shared + C::kClusterOffset));
-            lists.main = index_list(p.source[0], work.batch, work.row), lists.extra = index_list(p.source[1], work.batch, work.row);
+            find_lists(ClusterWork<C>(p, ptx::ld_shared_u32(ring.shared + C::kClusterOffset)));
         }
         SlotAddress address(p, lists, place_in_round(first_block));
         address.exists &= first_block < blocks;
@@ -57,7 +56,7 @@ struct KeyFeeder {
     __device__ __forceinline__ void copy(int i, Stage s) {
         if (i >= blocks) return;
         if (i % C::kBlocksPerRound == 0 && i > 0) {
-            found.locate(p, lists, place_in_round(i), slot);
+            found = find_key<typename C::Record>(p, lists, place_in_round(i), slot);
             load_next_slots(i + C::kBlocksPerRound);
         }
         if (block_of_round == i % C::kBlocksPerRound) ring.copy(s, C::kHasZeroColumn ? ptx::opaque(key) : key, found);
@@ -65,6 +64,9 @@ struct KeyFeeder {
     }
 
    private:
+    __device__ __forceinline__ void find_lists(const ClusterWork<C>& work) {
+        lists.main = index_list(p.source[0], work.batch, work.row), lists.extra = index_list(p.source[1], work.batch, work.row);
+    }
     __device__ __forceinline__ KeyPlace place_in_round(int first_block) const {
         const int group = first_group + (first_block + block_of_round) * C::kKeyGroups + key / kKeysPerGroup;
         return KeyPlace(p, rank, group, key % kKeysPerGroup);

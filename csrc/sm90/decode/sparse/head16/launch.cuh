@@ -5,17 +5,15 @@
 
 namespace flash_mla::sm90::head16 {
 
-constexpr ZeroRows zero_rows(bool are_skipped) { return are_skipped ? ZeroRows::kCluster : ZeroRows::kComputed; }
-
-template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
+template <class Record, int kHeadGroups, int kKeys>
 cudaError_t max_splits(int* splits) {
-    using C = Config<Record, kHeadGroups, kKeys, zero_rows(kSkipsZeros)>;
+    using C = Config<Record, kHeadGroups, kKeys, false>;
     return max_splits_on_device<&sparse_decode_kernel<C>, C::kThreads, C::kSharedBytes>(splits);
 }
 
-template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
+template <class Record, int kHeadGroups, int kKeys>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
-    using C = Config<Record, kHeadGroups, kKeys, zero_rows(kSkipsZeros)>;
+    using C = Config<Record, kHeadGroups, kKeys, false>;
     const int tiles = static_cast<int>(tiles_of_token(C::kHeads, p.h_q));
     return launch_clusters(&sparse_decode_kernel<C>, p, tokens, tiles, C::kThreads, C::kSharedBytes, stream);
 }

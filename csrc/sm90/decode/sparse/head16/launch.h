@@ -7,12 +7,12 @@
 namespace flash_mla::sm90::head16 {
 
 // The largest number of splits (CTAs of a cluster) up to kMaxSplits that fits the current device at all.
-template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
+template <class Record, int kHeadGroups, int kKeys>
 cudaError_t max_splits(int* splits);
 
-// Launches one cluster of p.splits CTAs per token and tile of 8 * kHeadGroups heads (with kSkipsZeros also one per token for
-// the zero row) on the current device, which max_splits has been asked about before.
-template <class Record, int kHeadGroups, int kKeys, bool kSkipsZeros>
+// Launches one cluster of p.splits CTAs per token and tile of 8 * kHeadGroups heads on the current device, which max_splits has been
+// asked about before.
+template <class Record, int kHeadGroups, int kKeys>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream);
 
 }  // namespace flash_mla::sm90::head16

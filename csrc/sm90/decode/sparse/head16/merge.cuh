@@ -10,7 +10,6 @@
 
 #include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/softmax.cuh"
-#include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -18,21 +17,17 @@ namespace flash_mla::sm90::head16 {
 struct OutputTile {
     uint16_t* out;          // of the tile's first head
     float* lse;
-    int heads;              // rows of the tile that exist; none in the cluster of the zero row
-    int rows;               // that may get the zero row's result,
-    uint32_t zero_tiles;    // bit i: and tile i of them does
+    int heads;              // rows of the tile that exist
+    int rows;               // the same, and those that get the zero row's result
 
     template <class C>
-    __device__ __forceinline__ static OutputTile make(const SparseDecodeParams& p, uint32_t shared, int lane) {
+    __device__ __forceinline__ static OutputTile make(const SparseDecodeParams& p, uint32_t shared) {
         // Anew, from shared memory: it costs less than registers in the loop.
         const ClusterWork<C> work(p, ptx::ld_shared_u32(shared + C::kClusterOffset));
-        uint32_t zero_tiles = 0;
-        if (C::kHasZeroColumn) zero_tiles = tiles_of_rows<C>(work.rows) & ~1u;
-        else if (work.is_zero_row) zero_tiles = zero_tiles_of_token<C>(p, shared, lane);
         return {p.out + static_cast<uint64_t>(work.batch) * p.out_stride_b + static_cast<uint64_t>(work.row) * p.out_stride_s +
                     static_cast<uint64_t>(work.first_head) * p.out_stride_h,
                 p.lse + (static_cast<uint64_t>(work.batch) * p.h_q + work.first_head) * p.s_q.divisor + work.row,
-                work.is_zero_row ? 0 : work.heads, work.rows, zero_tiles};
+                work.heads, work.rows};
     }
 };
 
@@ -40,30 +35,25 @@ struct OutputTile {
 // the sinks what these leave of the heads; and, by the first split, the result's log-sum-exps.
 template <class C>
 __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const Softmax<C>& softmax, uint32_t shared, SplitsOfTile splits,
-                                           bool is_zero_row, int warp, int lane) {
+                                           int warp, int lane) {
     const float lse = softmax.merge(shared, splits, warp, lane);
-    // In the cluster of the zero row all rows of the tile are, and there are all heads' sinks.
-    const int head = C::kSkipsZeros && is_zero_row ? threadIdx.x : softmax.head_of_lane(warp, lane);
-    const bool has_head = C::kSkipsZeros && is_zero_row ? head < p.h_q : softmax.is_first_of_head(lane);
+    const int head = softmax.head_of_lane(warp, lane);
+    const bool has_head = softmax.is_first_of_head(lane);
     const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
     if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
-    if constexpr (C::kHasZeroColumn) {   // for the rows behind the tile
-        const float zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
-        const OutputTile tile = OutputTile::make<C>(p, shared, lane);
-        const int row = C::kHeads + threadIdx.x;
-        if (row < tile.rows) {
-            const uint32_t at = shared + C::kSinkOffset + 4 * row;
-            ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), zero_lse));
-            if (splits.rank == 0) tile.lse[row * static_cast<uint64_t>(p.s_q.divisor)] = zero_lse * 0.69314718f;
-        }
+    // A row behind the tile, if there is a zero row: a thread each.
+    const int row = C::kHeads + threadIdx.x;
+    float zero_lse = 0.f;
+    if constexpr (C::kHasZeroColumn) {
+        zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
+        const uint32_t at = shared + C::kSinkOffset + 4 * row;
+        if (row < C::kMaxRows) ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), zero_lse));   // of rows that do not exist, of anything
     }
     ptx::mbarrier_arrive(shared + C::kShareBarrierOffset);   // the value warps wait for that
     if (splits.rank != 0) return;
-    const OutputTile tile = OutputTile::make<C>(p, shared, lane);   // by whole warps
-    if (!has_head) return;
-    if (C::kSkipsZeros && is_zero_row ? tile.zero_tiles >> head / C::kHeads & 1 : head < tile.heads) {
-        tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
-    }
+    const OutputTile tile = OutputTile::make<C>(p, shared);
+    if (C::kHasZeroColumn && row < tile.rows) tile.lse[row * static_cast<uint64_t>(p.s_q.divisor)] = zero_lse * 0.69314718f;
+    if (has_head && head < tile.heads) tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
 }
 
 // What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
@@ -98,37 +88,44 @@ template <class C>
 __device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc, const PartialWeight<C>& weight, const WarpRole<C>& role,
                                                       uint32_t shared, SplitsOfTile splits, int lane) {
     static_assert(C::kValueUnits == 4);
-    const int u = lane % 4, unit = role.value_warp * C::kValueUnits + u, owner = splits.owner(unit);
+    const int u = lane % 4, unit = role.value_warp * C::kValueUnits + u;
+    const UnitPlace place = unit_place<C>(shared, unit);
     float x[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const auto of_unit = [&](int n) { return acc.out[n][C::kColumnGroups - 1][2 * i]; };
         x[i] = weight.apply(u < 2 ? (u == 0 ? of_unit(0) : of_unit(1)) : (u == 2 ? of_unit(2) : of_unit(3)), C::kColumnGroups - 1, 2 * i);
-        if (splits.send_bf16<C>()) x[i] = ptx::f32_of_bf16_lo(ptx::cvt_bf16x2_f32(x[i], 0.f));
+        if (!place.is_own()) x[i] = ptx::f32_of_bf16_lo(ptx::cvt_bf16x2_f32(x[i], 0.f));
     }
     const uint32_t at = incoming_zero_unit<C>(shared, splits, splits.rank, splits.local(unit)) + lane / 4 * 8;
-    send<C>(float2{x[0], x[1]}, at, owner, shared, splits);
+    if (place.is_own()) ptx::st_shared_f32x2(at, {x[0], x[1]});
+    else ptx::st_async(place.barrier + (at - shared - C::kPartialBarrierOffset), float2{x[0], x[1]}, place.barrier);
 }
 
-// Within a unit, pairs of dims by heads, as lanes hold them: a lane sends 16 bytes a unit and head group, two dims of its heads, or, as
-// bf16, 16 bytes of both groups.
+// Within a unit, pairs of dims by heads, as lanes hold them: a lane stores 16 bytes a unit and head group, two dims of its heads, or, to
+// peers as bf16, 16 bytes of both groups.
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
     const PartialWeight<C> weight(role, shared, lane);
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
-        const int unit = role.value_warp * C::kValueUnits + u, owner = splits.owner(unit);
-        const uint32_t at = shared + C::kIncomingOffset + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * lane;
-        auto v = [&](int n, int i) { return weight.apply(acc.out[u], n, i); };
-        if constexpr (C::kMaySendBf16) {
-            if (splits.send_bf16<C>()) {
-                auto pair = [&](int n, int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v(n, i), v(n, i + 1))); };
-                send<C>(make_float4(pair(0, 0), pair(0, 2), pair(1, 0), pair(1, 2)), at, owner, shared, splits);
-                continue;
-            }
-        }
+        const UnitPlace place = unit_place<C>(shared, role.value_warp * C::kValueUnits + u);
+        const uint32_t at = place.address + 16 * lane;
+        float4 v[C::kHeadGroups];
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) send<C>(make_float4(v(n, 0), v(n, 1), v(n, 2), v(n, 3)), at + 512 * n, owner, shared, splits);
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const auto of = [&](int i) { return weight.apply(acc.out[u], n, i); };
+            v[n] = make_float4(of(0), of(1), of(2), of(3));
+        }
+        if (place.is_own()) {
+#pragma unroll
+            for (int n = 0; n < C::kHeadGroups; ++n) ptx::st_shared_v4(at + 512 * n, v[n]);
+        } else if constexpr (C::kSendsBf16) {
+            const auto pair = [](float a, float b) { return __uint_as_float(ptx::cvt_bf16x2_f32(a, b)); };
+            ptx::st_async(at, make_float4(pair(v[0].x, v[0].y), pair(v[0].z, v[0].w), pair(v[1].x, v[1].y), pair(v[1].z, v[1].w)), place.barrier);
+        } else {
+            ptx::st_async(at, v[0], place.barrier);
+        }
     }
     if constexpr (C::kHasZeroColumn) send_partial_zero_row<C>(acc, weight, role, shared, splits, lane);
 }
@@ -153,7 +150,7 @@ struct TwoDims {
     }
 };
 
-// Two dims of the zero row's result, of local unit number `local`, to where write_zero_tiles will look for them.
+// Two dims of the zero row's result, of local unit number `local`, to where write_zero_rows will look for them.
 template <class C>
 __device__ __forceinline__ void store_zero_row_dims(uint32_t shared, int local, int unit, int g, float a, float b) {
     const bool is_rope = is_rope_unit<C>(unit);
@@ -162,15 +159,11 @@ __device__ __forceinline__ void store_zero_row_dims(uint32_t shared, int local, 
     ptx::st_shared_f32(to + (is_rope ? 32 : 4), b);
 }
 
-template <class C>
-__device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
-                                                 int thread, int threads);
-
-// One split: nothing to add up.
+// One split: nothing to add up. All units of a warp are RoPE, or none.
 template <class C>
 __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, int lane) {
     const PartialWeight<C> weight(role, shared, lane);
-    const OutputTile tile = OutputTile::make<C>(p, shared, lane);
+    const OutputTile tile = OutputTile::make<C>(p, shared);
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
@@ -178,30 +171,21 @@ __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const A
             const int head = 8 * n + 2 * (lane % 4) + i;
             if (head >= tile.heads) continue;
             const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
+            TwoDims dims = TwoDims::make<C>(p, tile, head, role.value_warp * C::kValueUnits, lane / 4);
 #pragma unroll
             for (int u = 0; u < C::kValueUnits; ++u) {
-                const auto dims = TwoDims::make<C>(p, tile, head, role.value_warp * C::kValueUnits + u, lane / 4);
                 dims.write(p, weight.apply(acc.out[u], n, i) * factor, weight.apply(acc.out[u], n, 2 + i) * factor);
+                dims.to += kUnitDims;
             }
         }
     }
-    if (!C::kHasZeroColumn || tile.zero_tiles == 0) return;
-    sync_value_warps<C>();   // nobody needs the ring any more
-#pragma unroll
-    for (int u = 0; u < C::kValueUnits; ++u) {
-        const int unit = role.value_warp * C::kValueUnits + u;
-        const auto x = [&](int i) { return weight.apply(acc.out[u], C::kColumnGroups - 1, 2 * i); };
-        if (lane % 4 == 0) store_zero_row_dims<C>(shared, unit, unit, lane / 4, x(0), x(1));
-    }
-    sync_value_warps<C>();
-    write_zero_tiles<C>(p, tile, shared, SplitsOfTile(p), threadIdx.x - 32 * C::kScoreWarps, 32 * C::kValueWarps);
 }
 
 // A thread's part in adding up the CTA's own units and writing them: what a lane has sent of a unit, two dims of some heads.
 template <class C>
 struct UnitPart {
     int local, first_head;
-    uint32_t incoming;
+    uint32_t own, incoming;
     TwoDims dims[C::kHeadGroups][2];   // of heads 8 n + 2t and + 2t + 1
     float factor[C::kHeadGroups][2];
     bool exists[C::kHeadGroups][2];
@@ -210,7 +194,8 @@ struct UnitPart {
     __device__ __forceinline__ UnitPart(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits, int i) {
         const int lane = i % 32;
         local = i / 32, first_head = 2 * (lane % 4);
-        incoming = shared + C::kIncomingOffset + splits.incoming_offset<C>(0, local) + 16 * lane;
+        const uint32_t of_lane = shared + C::kIncomingOffset + 16 * lane;
+        own = of_lane + splits.own_offset<C>(local), incoming = of_lane + splits.incoming_offset<C>(0, local);
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
@@ -224,9 +209,8 @@ struct UnitPart {
     }
 
     __device__ __forceinline__ void add_and_write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) const {
-        float sum[C::kHeadGroups][2][2] = {};   // [group][dim][head]
-        if (splits.send_bf16<C>()) add<true>(sum, splits);
-        else add<false>(sum, splits);
+        float sum[C::kHeadGroups][2][2];   // [group][dim][head]
+        add(sum, splits);
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
 #pragma unroll
@@ -234,29 +218,28 @@ struct UnitPart {
                 if (exists[n][j]) dims[n][j].write(p, sum[n][0][j] * factor[n][j], sum[n][1][j] * factor[n][j]);
             }
         }
-        if (C::kSkipsZeros && tile.zero_tiles != 0 && first_head == 0) {   // all rows are the zero row
-            store_zero_row_dims<C>(shared, local, splits.own_unit(local), threadIdx.x % 32 / 4, sum[0][0][0], sum[0][1][0]);
-        }
     }
 
    private:
-    template <bool kBf16>
+    // First the own, then the peers'.
     __device__ __forceinline__ void add(float (&sum)[C::kHeadGroups][2][2], SplitsOfTile splits) const {
+#pragma unroll
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const float4 v = ptx::ld_shared_f32x4(own + 512 * n);
+            sum[n][0][0] = v.x, sum[n][0][1] = v.y, sum[n][1][0] = v.z, sum[n][1][1] = v.w;
+        }
         const uint32_t stride = splits.incoming_offset<C>(1, 0);
 #pragma unroll 4
-        for (int s = 0; s < splits.count; ++s) {
+        for (int i = 0; i < splits.count - 1; ++i) {
+            const uint4 v = ptx::ld_shared_v4(incoming + i * stride);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int n = 0; n < (kBf16 ? 1 : C::kHeadGroups); ++n) {
-                const uint4 v = ptx::ld_shared_v4(incoming + s * stride + 512 * n);
-                const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if constexpr (kBf16) {
-                        float (&dim)[2] = sum[i / 2 % C::kHeadGroups][i % 2];
-                        dim[0] += ptx::f32_of_bf16_lo(words[i]), dim[1] += ptx::f32_of_bf16_hi(words[i]);
-                    } else {
-                        sum[n][i / 2][i % 2] += __uint_as_float(words[i]);
-                    }
+            for (int k = 0; k < 4; ++k) {
+                if constexpr (C::kSendsBf16) {
+                    float (&dim)[2] = sum[k / 2][k % 2];
+                    dim[0] += ptx::f32_of_bf16_lo(words[k]), dim[1] += ptx::f32_of_bf16_hi(words[k]);
+                } else {
+                    sum[0][k / 2][k % 2] += __uint_as_float(words[k]);
                 }
             }
         }
@@ -266,24 +249,22 @@ struct UnitPart {
 // Adds up the CTA's own units of a zero row that is a column of the results: a thread two dims.
 template <class C>
 __device__ __forceinline__ void add_zero_row(uint32_t shared, SplitsOfTile splits) {
-    const int thread = C::kThreads - 1 - threadIdx.x, local = thread / 8, g = thread % 8;   // those that have no part in the heads' units
+    const int thread = C::kThreads - 1 - threadIdx.x, local = thread / 8, g = thread % 8;   // from the end: the first threads have the heads' units
     if (local >= splits.own_units<C>()) return;
-    const uint32_t from = incoming_zero_unit<C>(shared, splits, 0, local) + 8 * g;
-    const uint32_t stride = incoming_zero_unit<C>(0, splits, 1, 0) - incoming_zero_unit<C>(0, splits, 0, 0);
-    float2 sum = {0.f, 0.f};
+    const auto of_split = [&](int split) { return ptx::ld_shared_f32x2(incoming_zero_unit<C>(shared, splits, split, local) + 8 * g); };
+    float2 sum = of_split(splits.rank);   // and then the peers, as UnitPart does
 #pragma unroll 4
-    for (int s = 0; s < splits.count; ++s) {
-        const float2 v = ptx::ld_shared_f32x2(from + s * stride);
+    for (int i = 0; i < splits.count - 1; ++i) {
+        const float2 v = of_split(i + (i >= splits.rank));
         sum.x += v.x, sum.y += v.y;
     }
     store_zero_row_dims<C>(shared, local, splits.own_unit(local), g, sum.x, sum.y);
 }
 
-// After all units and a barrier: the zero row's result for the tiles that get it. By `threads` threads; each takes 8 dims of some heads.
+// After all units and a barrier: the zero row's result for the rows behind the tile. Each thread takes 8 dims of some rows.
 template <class C>
-__device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
-                                                 int thread, int threads) {
-    const int chunks = splits.own_units<C>() * (kUnitDims / 8);   // of 8 dims, up to 64
+__device__ __forceinline__ void write_zero_rows(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
+    const int thread = threadIdx.x, chunks = splits.own_units<C>() * (kUnitDims / 8);   // of 8 dims, up to 64
     const int bits = 32 - __clz(chunks - 1);   // 2^bits threads a head
     const int chunk = thread & ((1 << bits) - 1);
     if (chunk >= chunks) return;
@@ -296,8 +277,7 @@ __device__ __forceinline__ void write_zero_tiles(const SparseDecodeParams& p, co
         x[i + 2] = __uint_as_float(v.z), x[i + 3] = __uint_as_float(v.w);
     }
 #pragma unroll 4
-    for (int head = thread >> bits; head < tile.rows; head += threads >> bits) {
-        if (!(tile.zero_tiles >> head / C::kHeads & 1)) continue;
+    for (int head = C::kHeads + (thread >> bits); head < tile.rows; head += C::kThreads >> bits) {
         const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
         uint32_t r[4];
 #pragma unroll

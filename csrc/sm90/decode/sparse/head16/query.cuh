@@ -31,37 +31,11 @@ __device__ __forceinline__ int exponent_of_larger(uint32_t magnitudes) { return 
 
 __device__ __forceinline__ bool is_nonzero(uint32_t pairs) { return (pairs & 0x7fff7fffu) != 0; }
 
-// What a CTA knows of its tile, as bits that are set if a warp has found something.
-struct TileFlags {
-    static constexpr uint32_t kTooWide = 1, kNonzero = 2;
-    uint32_t bits;
-
-    // What the score warps, which have loaded the tile, have found. A barrier of theirs, or, where tiles may be skipped, of all warps.
-    template <class C>
-    __device__ __forceinline__ void share(uint32_t shared, int warp, int lane) {
-        bits = __reduce_or_sync(0xffffffffu, bits);
-        if (lane == 0 && warp < C::kScoreWarps) ptx::st_shared_u32(shared + C::kTileFlagsOffset + 4 * warp, bits);
-        if constexpr (C::kSkipsZeros) __syncthreads();
-        else sync_score_warps<C>();
-        bits = __reduce_or_sync(0xffffffffu, lane < C::kScoreWarps ? ptx::ld_shared_u32(shared + C::kTileFlagsOffset + 4 * lane) : 0);
-    }
-    __device__ __forceinline__ bool too_wide() const { return bits & kTooWide; }
-    __device__ __forceinline__ bool nonzero() const { return bits & kNonzero; }
-};
-
 // One tile of Q on its way from global memory to shared memory, in the hands of one warp.
 template <class C>
 struct QueryTile {
     uint32_t words[C::kHeadGroups][8];   // pairs of dims
     int exponent[C::kHeadGroups];        // of the largest magnitude of the head's 64 dims
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) words[n][i] = 0;
-        }
-    }
 
     __device__ __forceinline__ void load(const QueryRows& rows, int tile, bool is_rope, int lane) {
         const int g = lane / 4, t = lane % 4;
@@ -75,12 +49,12 @@ struct QueryTile {
         });
     }
 
-    // Before anything else. Too wide: some head spans more than f16 can hold. Beside a zero row, also if the first head holds an infinity
-    // or NaN, see ZeroScore. Positive bf16 order like integers; for the
-    // least, zeros become 0xffff and the others their magnitude minus 1.
-    __device__ __forceinline__ TileFlags examine(const QueryRows& rows, bool is_rope, int lane) {
+    // Before anything else. Returns whether the lane's share is too wide: some head spans more than f16 can hold. Beside a zero row, also if
+    // the first head holds an infinity or NaN, see ZeroScore. Positive bf16 order like integers; for the least, zeros become 0xffff and
+    // the others their magnitude minus 1.
+    __device__ __forceinline__ bool examine(const QueryRows& rows, bool is_rope, int lane) {
         const int g = lane / 4;
-        TileFlags flags = {0};
+        bool too_wide = false;
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             uint32_t largest = 0, least = 0xffffffffu;
@@ -91,16 +65,15 @@ struct QueryTile {
                 largest = __vmaxu2(largest, magnitudes);
                 least = __vminu2(least, (magnitudes + 0x7fff7fffu) ^ 0x80008000u);
             }
-            if (largest != 0) flags.bits |= TileFlags::kNonzero;
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
             largest = __vmaxu2(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
             exponent[n] = exponent_of_larger(largest);
             const int least_exponent = static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7;
             const bool is_finite = exponent[n] != 255;   // what else is in a head that is not, does not matter
-            if (!is_rope && is_finite && least_exponent < exponent[n] - 31) flags.bits |= TileFlags::kTooWide;
-            if (C::kHasZeroColumn && n == 0 && g == 0 && !is_finite) flags.bits |= TileFlags::kTooWide;
+            too_wide |= !is_rope && is_finite && least_exponent < exponent[n] - 31;
+            if (C::kHasZeroColumn && n == 0) too_wide |= g == 0 && !is_finite;
         }
-        return flags;
+        return too_wide;
     }
 
     // As A fragments, `at` [fragment][32 lanes], see Query. `unscale` [head]: softmax scale * log2(e) / the power
@@ -159,18 +132,6 @@ struct Query {
                 rope[0] = make_uint4(r[0][0], r[0][2], r[0][1], r[0][3]);
             }
         }
-    }
-
-    __device__ __forceinline__ void clear_rope() {
-#pragma unroll
-        for (int f = 0; f < C::kHeadGroups; ++f) rope[f] = make_uint4(0, 0, 0, 0);
-    }
-    __device__ __forceinline__ uint32_t rope_flags() const {
-        if (C::kRopeWords == 0) return 0;
-        uint32_t any = 0;
-#pragma unroll
-        for (int f = 0; f < C::kHeadGroups; ++f) any |= rope[f].x | rope[f].y | rope[f].z | rope[f].w;
-        return is_nonzero(any) ? TileFlags::kNonzero : 0;
     }
 
     // By the score warps together, through shared memory: each converts and stores a tile,

@@ -29,19 +29,6 @@ struct Stage {
     __device__ __forceinline__ uint32_t mask() const { return barrier * (C::kKeys * 4 / 8); }
 };
 
-// A key, in the hands of the lane that found it.
-template <class C>
-struct FoundKey {
-    const uint8_t* row;         // null: no key
-    uint32_t scales_from_row;   // V4's 8 bytes; V3.2's lie in the row
-
-    __device__ __forceinline__ void locate(const SparseDecodeParams& p, const IndexLists& lists, KeyPlace place, int32_t slot) {
-        const bool valid = is_key(p, lists, place, slot);
-        const KeyAddress a = sm90::locate<typename C::Record>(p.source[place.extra], valid ? slot : 0);
-        row = valid ? a.row : nullptr, scales_from_row = a.scales_from_row;
-    }
-};
-
 template <class C>
 struct Ring {
     using Record = typename C::Record;
@@ -63,7 +50,7 @@ struct Ring {
 
     // By the lane that has found the key: its row, its scales, and its mask, which makes the score of what is no key -inf. The row
     // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
-    __device__ __forceinline__ void copy(Stage s, int key, const FoundKey<C>& found) const {
+    __device__ __forceinline__ void copy(Stage s, int key, const KeyAddress& found) const {
         const uint32_t to = row(s, key), at = barrier(s);
         const bool valid = found.row != nullptr;
         if constexpr (Record::kScalesAfterRows) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);

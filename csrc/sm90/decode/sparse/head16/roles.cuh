@@ -1,30 +1,34 @@
 // Who does what: which token and heads a cluster works on, and what a warp's share of a CTA's work is.
 #pragma once
 #include "ptx/cluster.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/config.h"
 
 namespace flash_mla::sm90::head16 {
 
-// Of the tiles that may be skipped, the cluster of the zero row (zero_rows.cuh) comes ahead. A tile with a zero row is the
-// beginning of a tile of 64 rows, of which a token may have two: these are neighbours along x.
+// Tiles of a token are neighbours along y. A tile with a zero column is the beginning of a tile of 64 rows, of which a token may have two: these
+// are neighbours along x.
 template <class C>
 struct ClusterWork {
     uint32_t batch, row;
-    bool is_zero_row;
     int first_head, heads;   // heads of the tile that exist
-    int rows;                // whose results the cluster may have to write: of the token or of 64
+    int rows;                // whose results the cluster writes: with the zero row those of 64
 
     // `cluster`: number along x.
     __device__ __forceinline__ ClusterWork(const SparseDecodeParams& p, uint32_t cluster) {
-        const int y = ptx::ctaid_y(), two_tiles = C::kHasZeroColumn && p.h_q > kLargeTile;
+        const int two_tiles = C::kHasZeroColumn && p.h_q > kLargeTile;
         const uint32_t token = cluster >> two_tiles;
         batch = p.s_q.divide(token);
         row = token - batch * p.s_q.divisor;
-        is_zero_row = C::kSkipsZeros && y == 1;
-        first_head = C::kHasZeroColumn ? kLargeTile * (cluster & two_tiles) : (C::kSkipsZeros ? max(y - 1, 0) : y) * C::kHeads;
+        first_head = C::kHasZeroColumn ? kLargeTile * (cluster & two_tiles) : ptx::ctaid_y() * C::kHeads;
         heads = min(C::kHeads, p.h_q - first_head);
-        rows = C::kHasZeroColumn ? min(kLargeTile, p.h_q - first_head) : p.h_q;
+        rows = min(C::kMaxRows, p.h_q - first_head);
+    }
+    // The tile's first row of q.
+    __device__ __forceinline__ const uint16_t* query(const SparseDecodeParams& p) const {
+        return ptx::opaque(p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s +
+                           static_cast<uint64_t>(first_head) * p.q_stride_h);
     }
 };
 

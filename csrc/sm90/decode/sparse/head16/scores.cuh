@@ -96,7 +96,8 @@ template <class C>
 struct ZeroScore {
     float x[2] = {};
 
-    // A tile in f16. The first head is finite, and so are its products with finite keys; it is the one of the lanes that store this.
+    // A tile in f16. The first head is finite (else the tile will be given up), and so are its products with finite keys; it is the one of
+    // the lanes that store this.
     __device__ __forceinline__ void meet(const Product<C>& product) { meet(product.at(0, 0), product.at(0, 1)); }
     __device__ __forceinline__ void meet(float2 scales) { meet(scales.x, scales.y); }
     // In bf16, where products may leave fp32's range: one with zeros instead.
@@ -162,7 +163,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
                 for (int o = 0; o < C::kOctets; ++o) product[j % 2][o].template add<is_bf16.value>(q.fragment[j][f], pairs[o] + 8 / C::kFragmentsPerTile * f);
             }
-            if constexpr (is_bf16.value && C::kHasZeroColumn) {
+            if constexpr (is_bf16.value) {
 #pragma unroll
                 for (int o = 0; o < C::kOctets; ++o) zero[o].template meet_bf16<8>(pairs[o]);
             }
@@ -200,7 +201,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
                 s[o][n][1] = fmaf(product[j % 2][o].at(n, 1) * q.unscale[j][n], scale.y, s[o][n][1]);
             }
             zero[o].meet(scale);
-            if (!kQueryIsBf16 && !(rope_last && j == C::kTilesPerPart - 1)) zero[o].meet(product[j % 2][o]);
+            if (!(rope_last && j == C::kTilesPerPart - 1)) zero[o].meet(product[j % 2][o]);
         }
     };
     multiply_tile(0);

@@ -2,30 +2,36 @@
 #pragma once
 #include "sm90/decode/sparse/head16/feeder.cuh"
 #include "sm90/decode/sparse/head16/merge.cuh"
+#include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
 
 // By one thread, before a barrier of the CTA and before the CTA first arrives at the barrier of the cluster, whose number is
 // `cluster`.
 template <class C>
-__device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile splits, uint32_t cluster, bool is_zero_row) {
+__device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile splits, uint32_t cluster) {
     ring.init_barriers();
     ptx::mbarrier_init(ring.shared + C::kShareBarrierOffset, 32 * C::kScoreWarps);
+    if constexpr (C::kHasZeroColumn) ptx::mbarrier_init(ring.shared + C::kLookBarrierOffset, 32 * C::kValueWarps);
     ptx::st_shared_u32(ring.shared + C::kClusterOffset, cluster);
-    // The cluster of the zero row also tells which tiles are not zero; a zero row among the tile's has a log-sum-exp and units.
-    expect_peers<C>(ring.shared, splits, is_zero_row || C::kHasZeroColumn ? 4 : 0, C::kZeroUnitBytes);
+    // With a zero column there are its log-sum-exp and its units, and what has been found behind the tile.
+    expect_peers<C>(ring.shared, splits, C::kHasZeroColumn ? 8 : 0, C::kZeroUnitBytes);
 }
 
 // The first slots are in registers, the tile of Q in shared memory (`is_bf16`: as bf16), the first copies have begun, all CTAs of the cluster
 // too, and the value warps have given registers up.
+//
+// With a zero column it may turn out that rows behind the tile are not zero, or that the tile's own are none for f16. Then no result
+// is sent or written, and false is returned: each thread has its registers again, and all CTAs of the cluster have multiplied their last
+// block. Whoever overwrites what is in shared memory waits for the others of the CTA before.
 template <class C>
-__device__ __forceinline__ void decode_tile(const SparseDecodeParams& p, char* shared, SplitsOfTile splits, const ClusterWork<C>& work,
+__device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* shared, const ClusterWork<C>& work,
                                             const WarpRole<C>& role, KeyFeeder<C>& feeder, Query<C>& q, bool is_bf16, int warp, int lane) {
     const uint32_t shared_address = feeder.ring.shared;
     const int blocks = feeder.blocks;
 
     // Block by block.
-    const bool alone = splits.count == 1 && !work.is_zero_row;   // nothing to merge
+    const bool writes_alone = !C::kHasZeroColumn && p.splits == 1;   // nothing to merge; beside a zero column, code is short
     Stage stage;
     if (role.scores) {
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<C::kScoreRegisters>();
@@ -44,20 +50,39 @@ __device__ __forceinline__ void decode_tile(const SparseDecodeParams& p, char* s
         }
         // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
         // of these is free to receive.
+        const SplitsOfTile splits(p);
         softmax.publish(shared_address, splits, warp, lane);
-        if (work.is_zero_row && warp == 0) publish_nonzero_tiles<C>(shared_address, splits.rank, splits.count, lane);
+        if (warp == 1) find_unit_places<C>(shared_address, splits, lane);
+        if (C::kHasZeroColumn && warp == 0) {
+            ptx::mbarrier_wait(shared_address + C::kLookBarrierOffset, 0);
+            publish_findings<C>(shared_address, splits, lane);
+        }
         ptx::barrier_cluster_arrive_relaxed();
-        if constexpr (C::kZeroRows != ZeroRows::kComputed) sync_score_warps<C>();   // what one of them has told the others
+        if constexpr (C::kHasZeroColumn) sync_score_warps<C>();   // the own findings, and the zero row's own log-sum-exp
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-        merge_sums<C>(p, softmax, shared_address, splits, work.is_zero_row, warp, lane);
-        if (alone) return;
+        if (C::kHasZeroColumn && any_finding<C>(p, shared_address, lane)) {
+            ptx::mbarrier_arrive(shared_address + C::kShareBarrierOffset);
+            ptx::barrier_cluster_wait();
+            ptx::setmaxnreg_dec<128>();
+            return false;
+        }
+        merge_sums<C>(p, softmax, shared_address, splits, warp, lane);
+        if (writes_alone) return true;
         sync_score_warps<C>();   // the sinks' factors
         ptx::barrier_cluster_wait();
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_dec<128>();
     } else {
+        const auto copy_ahead = [&feeder] {
 #pragma unroll
-        for (int i = 1; i < C::kStages; ++i) feeder.copy(i, Stage::make<C>(i));
-        feeder.load_next_slots(C::kBlocksPerRound);
+            for (int i = 1; i < C::kStages; ++i) feeder.copy(i, Stage::make<C>(i));
+            feeder.load_next_slots(C::kBlocksPerRound);
+        };
+        if constexpr (C::kHasZeroColumn) {   // and meanwhile the rows behind the tile travel
+            note_finding<C>(search_rows<C>(p, work, work.query(p), role.value_warp, lane, copy_ahead), shared_address, warp, lane);
+            ptx::mbarrier_arrive(shared_address + C::kLookBarrierOffset);
+        } else {
+            copy_ahead();
+        }
         uint32_t value_at = value_address(shared_address, role, lane);
         Accumulator<C> acc;
         acc.clear();
@@ -80,31 +105,39 @@ __device__ __forceinline__ void decode_tile(const SparseDecodeParams& p, char* s
         }
         ptx::barrier_cluster_arrive_relaxed();
         ptx::mbarrier_wait(shared_address + C::kShareBarrierOffset, 0);   // what the split counts, and the sinks' factors
-        if (alone) {
+        if (C::kHasZeroColumn && any_finding<C>(p, shared_address, lane)) {
+            ptx::barrier_cluster_wait();
+            ptx::setmaxnreg_inc<128>();
+            return false;
+        }
+        if (writes_alone) {
             write_alone<C>(p, acc, role, shared_address, lane);
-            return;
+            return true;
         }
         ptx::barrier_cluster_wait();
-        send_partial<C>(acc, role, shared_address, splits, lane);
+        send_partial<C>(acc, role, shared_address, SplitsOfTile(p), lane);
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<128>();
     }
 
     // Add up, and write.
-    const OutputTile tile = OutputTile::make<C>(p, shared_address, lane);
+    const SplitsOfTile splits(p);
+    const OutputTile tile = OutputTile::make<C>(p, shared_address);
     const int parts = splits.own_units<C>() * 32;
     const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores
     if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, tile, shared_address, splits);
-    for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
-        UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, tile, shared_address, splits);
-    }
-    if constexpr (C::kZeroRows != ZeroRows::kComputed) {
-        if (tile.zero_tiles == 0) return;
-        if constexpr (C::kHasZeroColumn) add_zero_row<C>(shared_address, splits);
+    static_assert(C::kUnits / 2 * 32 <= C::kThreads);   // of two splits or more a thread has no second part
+    if constexpr (C::kHasZeroColumn) {
+        for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
+            UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, tile, shared_address, splits);
+        }
+        if (tile.rows == tile.heads) return true;
+        add_zero_row<C>(shared_address, splits);
         __syncthreads();
-        write_zero_tiles<C>(p, tile, shared_address, splits, threadIdx.x, C::kThreads);
+        write_zero_rows<C>(p, tile, shared_address, splits);
     }
+    return true;
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -15,7 +15,7 @@ template <class Record_>
 struct Config {
     using Record = Record_;
     // What a tile is if the rows behind those of this one are zero.
-    using SmallTile = head16::Config<Record, 2, 16 * kGroupsPerBlock, head16::ZeroRows::kColumn>;
+    using SmallTile = head16::Config<Record, 2, 16 * kGroupsPerBlock, true>;
     static constexpr int kHeads = kLargeTile;
     static constexpr int kKeyGroups = kGroupsPerBlock;
     static constexpr int kKeys = kKeyGroups * kKeysPerGroup;   // of a block
@@ -37,8 +37,8 @@ struct Config {
     static constexpr int kFirstTiles = 4;
 
     // Shared memory, in bytes from its start, which is aligned to 1024. Q and a block of keys: [tile][row][64 dims] bf16,
-    // swizzled. When the last block has been multiplied, both are free to receive the partial results of the peers:
-    // [split][unit][half][thread] of 16 bytes, or of bf16 [split][unit][thread].
+    // swizzled. When the last block has been multiplied, both are free to receive the partial results of the peers, bf16
+    // [peer][unit][thread] of 16 bytes, and the own ones, fp32 [unit][half][thread].
     static constexpr int kTileBytes = 64 * 128;
     static constexpr int kStages = 2;
     static constexpr int kStageBytes = kTiles * kTileBytes;
@@ -64,20 +64,18 @@ struct Config {
     static constexpr int kWeighedOffset = kEmptyOffset + 8 * kStages;                   // [stage]
     static constexpr int kLseBarrierOffset = kWeighedOffset + 8 * kStages;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
-    // The kernel has chosen the kind of tile before these are needed for anything else: see padding.cuh.
-    static constexpr int kLookBarrierOffset = SmallTile::kLookBarrierOffset;
-    static constexpr int kLookOffset = SmallTile::kRingOffset + SmallTile::kStageBytes;   // rows of q, behind the first block's keys
-    static_assert((kHeads - SmallTile::kHeads) * Record::kDimQK * 2 <= (SmallTile::kStages - 1) * SmallTile::kStageBytes);
     static constexpr int kSharedBytes = kPartialBarrierOffset + 8;
-    // The barriers of both kinds of tile are apart from all that either uses. Copies for the small tile may have begun to where Q will be.
-    static_assert(kSharedBytes <= SmallTile::kBarriersOffset && SmallTile::kSinksEnd <= kFullOffset);
+    // The barriers of both kinds of tile are apart from all that either uses: the one may follow the other.
+    static_assert(kSharedBytes <= SmallTile::kBarriersOffset && SmallTile::kDataEnd <= kFullOffset);
     static_assert(kThreads == SmallTile::kThreads && kConsumers == 32 * SmallTile::kScoreWarps && kKeys == SmallTile::kKeys);
-    static_assert(SmallTile::kRingOffset + SmallTile::kStageBytes <= kKeyOffset);
 
+    static constexpr int kUnitPlacesOffset = kFactorOffset;   // [unit], of the own partial result, when the last factors have been read
+    static constexpr int kIncomingOffset = 0;
     static constexpr int kUnits = Record::kDimV / kUnitDims;
+    static_assert(8 * kUnits <= kStages * kHeads * 4);
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
-    static constexpr bool kMaySendBf16 = true;
-    static_assert(kUnits == 32 && incoming_bytes(kUnitBytes, kMaySendBf16) <= kFactorOffset);
+    static constexpr bool kSendsBf16 = true;
+    static_assert(kUnits == 32 && incoming_bytes(kUnitBytes, kSendsBf16) <= kFactorOffset);
     // Of one split alone: rows of bf16 on their way out, per consumer warpgroup; padded so that 8 rows lie in different banks.
     static constexpr int kOutPitch = kValueDims * 2 + 16;
     static_assert(2 * kHeads * kOutPitch <= kFactorOffset);

@@ -25,12 +25,6 @@ __device__ __forceinline__ const float& element(const float (&out)[2][kCount], i
 template <int kCount>
 __device__ __forceinline__ void pin(float (&out)[2][kCount]) { ptx::pin(out[0]), ptx::pin(out[1]); }
 
-template <int kCount>
-__device__ __forceinline__ void clear(float (&out)[2][kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) out[0][i] = out[1][i] = 0.f;
-}
-
 // s = or += Q K^T over some tiles.
 template <class C, int kFrom, int kTo>
 __device__ __forceinline__ void multiply_scores(float (&s)[32], ptx::Swizzled128 query, ptx::Swizzled128 keys) {
@@ -45,14 +39,15 @@ __device__ __forceinline__ void multiply_scores(float (&s)[32], ptx::Swizzled128
     }
 }
 
-// out += P V. V is the keys' own block, read across rows: 16 keys are 2048 bytes.
+// out = P V if `is_first`, or +=. V is the keys' own block, read across rows: 16 keys are 2048 bytes.
 template <class C>
-__device__ __forceinline__ void multiply_values(Accumulators<C>& out, const uint32_t (&weights)[16], ptx::Swizzled128 values) {
+__device__ __forceinline__ void multiply_values(Accumulators<C>& out, const uint32_t (&weights)[16], ptx::Swizzled128 values, bool is_first) {
 #pragma unroll
     for (int k = 0; k < C::kKeyGroups; ++k) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            ptx::wgmma_m64n128k16_rs(out[i], weights + 4 * k, values + (2048 * k + i * C::kValueDims / 128 * C::kTileBytes));
+            ptx::wgmma_m64n128k16_rs(out[i], weights + 4 * k, values + (2048 * k + i * C::kValueDims / 128 * C::kTileBytes),
+                                      k > 0 || !is_first);
         }
     }
 }
@@ -63,7 +58,7 @@ __device__ __forceinline__ void rescale(float (&out)[2][kCount], const float (&f
     for (int n = 0; n < kCount; ++n) out[0][n] *= factor[n / 2 % 2], out[1][n] *= factor[n / 2 % 2];
 }
 
-// Rows without a key become 0: scores that are no numbers may have spoilt them.
+// Rows without a key become 0: without a block there is nothing in them, and scores that are no numbers may have spoilt them.
 template <int kCount>
 __device__ __forceinline__ void clear_rows_without_keys(float (&out)[2][kCount], const RowSums& rows) {
     if (!__any_sync(0xffffffffu, rows.sum[0] == 0.f || rows.sum[1] == 0.f)) return;
@@ -92,10 +87,10 @@ struct Consumer {
         return shared + C::kRowSumOffset + 8 * (16 * warp + lane / 4 + 8 * r);
     }
 
-    __device__ __forceinline__ void accumulate(Accumulators<C>& out, const uint32_t (&weights)[16], int stage) const {
+    __device__ __forceinline__ void accumulate(Accumulators<C>& out, const uint32_t (&weights)[16], int stage, bool is_first) const {
         const uint32_t at = shared + C::kKeyOffset + half * (C::kValueDims / kTileDims * C::kTileBytes) + stage * C::kStageBytes;
         ptx::wgmma_fence();
-        multiply_values<C>(out, weights, ptx::Swizzled128(ptx::opaque(at), C::kTileBytes));
+        multiply_values<C>(out, weights, ptx::Swizzled128(ptx::opaque(at), C::kTileBytes), is_first);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         pin(out);
@@ -108,7 +103,6 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
     float s[32];
     uint32_t weights[16];
     rows.clear();
-    clear(out);
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
         const int stage = i % C::kStages, parity = i / C::kStages & 1;
@@ -136,9 +130,9 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
             ptx::st_shared_f32(self.factor(stage) + 32, factor[1]);
         }
         ptx::mbarrier_arrive(self.weighed(stage));
-        if (!stays) rescale(out, factor);
+        if (!stays && i > 0) rescale(out, factor);
         ptx::pin(weights), pin(out);
-        self.accumulate(out, weights, stage);
+        self.accumulate(out, weights, stage, i == 0);
     }
     rows.complete();
     if (self.lane % 4 == 0) {
@@ -150,7 +144,6 @@ __device__ __forceinline__ void score(const Consumer<C>& self, Accumulators<C>& 
 template <class C>
 __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>& out, int blocks) {
     uint32_t weights[16];
-    clear(out);
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
         const int stage = i % C::kStages, parity = i / C::kStages & 1;
@@ -165,9 +158,9 @@ __device__ __forceinline__ void follow(const Consumer<C>& self, Accumulators<C>&
             weights[4 * k] = v.x, weights[4 * k + 1] = v.y, weights[4 * k + 2] = v.z, weights[4 * k + 3] = v.w;
         }
         const float factor[2] = {ptx::ld_shared_f32(self.factor(stage)), ptx::ld_shared_f32(self.factor(stage) + 32)};
-        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) rescale(out, factor);
+        if (__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f) && i > 0) rescale(out, factor);
         ptx::pin(weights), pin(out);
-        self.accumulate(out, weights, stage);
+        self.accumulate(out, weights, stage, i == 0);
     }
 }
 

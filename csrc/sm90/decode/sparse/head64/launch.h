@@ -1,4 +1,4 @@
-// The kernels of the 64-row head tile, one instantiation per source file in instantiations/.
+// The kernels of the 64-row head tile, a record per source file in instantiations/.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,13 +6,19 @@
 
 namespace flash_mla::sm90::head64 {
 
-// The largest number of splits (CTAs of a cluster) up to kMaxSplits that fits the current device at all.
-template <class Record>
+// How rows of q are taken.
+enum class Rows {
+    kAsTheyAre,
+    kMayBePadded    // looked at, whether those from 16 on are zero (padded_kernel.cuh)
+};
+
+// The largest number of splits up to kMaxSplits that fits the current device at all.
+template <class Record, Rows kRows>
 cudaError_t max_splits(int* splits);
 
-// Launches one cluster of p.splits CTAs per token and tile of 64 heads, on the current device, which max_splits has been
-// asked about before.
-template <class Record>
+// Launches a tile of 64 heads in p.splits CTAs, all of them one cluster, on the current device, which
+// max_splits has been asked about before.
+template <class Record, Rows kRows>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream);
 
 }  // namespace flash_mla::sm90::head64

@@ -1,7 +1,7 @@
 // From accumulators to results. The splits of a head tile are a cluster and merge by a reduce-scatter through distributed
 // shared memory: they tell each other their log-sum-exp, so each knows what its partial result counts, and sends it
 // weighted. Every CTA owns some units (16 dims of all heads): unit u belongs to rank u % splits. The owner adds up what it
-// got, in the order of the splits, and writes it. One split alone writes from its registers.
+// got, in a fixed order, and writes it. One split alone writes from its registers.
 //
 // By the consumers: `thread` 0..127 of warpgroup `half`, which has dims 256 half .. + 255.
 #pragma once
@@ -63,19 +63,18 @@ __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const Ro
         ptx::stmatrix_x4(matrix_row_at + 16 * n, r);
     }
     __syncwarp();
+    const int rows_of_warp = min(16, tile.heads - 16 * warp), dim = C::kValueDims * half;
+    if (tile.aligned16) {
 #pragma unroll 4
-    for (int i = 0; i < 16; ++i) {
-        const int head = 16 * warp + i;
-        if (head >= tile.heads) break;
-        const uint32_t from = warp_at + i * C::kOutPitch;
-        if (tile.aligned16) {
-            const uint4 v = ptx::ld_shared_v4(from + 16 * lane);
-            *reinterpret_cast<uint4*>(tile.row(head) + C::kValueDims * half + 8 * lane) = v;
-        } else {
-#pragma unroll
-            for (int j = 0; j < C::kValueDims / 64; ++j) {
-                tile.write_pair(head, C::kValueDims * half + 64 * j + 2 * lane, ptx::ld_shared_u32(from + 128 * j + 4 * lane));
-            }
+        for (int i = 0; i < rows_of_warp; ++i) {
+            const uint4 v = ptx::ld_shared_v4(warp_at + i * C::kOutPitch + 16 * lane);
+            *reinterpret_cast<uint4*>(tile.row(16 * warp + i) + dim + 8 * lane) = v;
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < rows_of_warp * (C::kValueDims / 64); ++i) {
+            const int row = i % rows_of_warp, pair = i / rows_of_warp * 64 + 2 * lane;
+            tile.write_pair(16 * warp + row, dim + pair, ptx::ld_shared_u32(warp_at + row * C::kOutPitch + 2 * pair));
         }
     }
 }
@@ -87,55 +86,63 @@ __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float lse = rows.lse(r);
+#pragma unroll 1
         for (int peer = t; peer < splits.count; peer += 4) send_lse<C>(lse, head_of(thread, r), shared, splits, peer);
     }
 }
 
-// Each thread stores 16 bytes for each 8 dims, two dims of its two rows, or as bf16 for each unit. In fp32 a CTA would send up to 120 KB.
+// Where a thread's share of a unit lies: two dims of its two rows, and the same 8 dims on, in the order of the accumulators. From a peer
+// as bf16, 16 bytes; the own in fp32, twice 16.
 template <class C>
-__device__ __forceinline__ void send_partial(const Accumulators<C>& out, const float (&weight)[2], uint32_t shared,
-                                             SplitsOfTile splits, int half, int thread) {
+__device__ __forceinline__ void send_partial(const Accumulators<C>& out, const float (&weight)[2], uint32_t shared, int half, int thread) {
 #pragma unroll
-    for (int u = 0; u < C::kValueDims / kUnitDims; ++u) {
-        const int unit = half * (C::kUnits / 2) + u, owner = splits.owner(unit);
-        const uint32_t at = shared + splits.incoming_offset<C>(splits.rank, splits.local(unit)) + 16 * thread;
-        auto v = [&](int i) { return element(out, 8 * u + i) * weight[i / 2 % 2]; };   // [8 dims][row][2 dims]
-        if (splits.send_bf16<C>()) {
-            auto pair = [&](int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v(i), v(i + 1))); };
-            send<C>(make_float4(pair(0), pair(2), pair(4), pair(6)), at, owner, shared, splits);
+    for (int u = 0; u < C::kUnits / 2; ++u) {
+        const UnitPlace place = unit_place<C>(shared, half * (C::kUnits / 2) + u);
+        const uint32_t at = place.address + 16 * thread;
+        float v[8];   // [8 dims][row][2 dims]
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = element(out, 8 * u + i) * weight[i / 2 % 2];
+        if (place.is_own()) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) ptx::st_shared_v4(at + i * (C::kUnitBytes / 2), make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
         } else {
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) send<C>(make_float4(v(i), v(i + 1), v(i + 2), v(i + 3)), at + i / 4 * (C::kUnitBytes / 2), owner, shared, splits);
+            auto pair = [&](int i) { return __uint_as_float(ptx::cvt_bf16x2_f32(v[i], v[i + 1])); };
+            ptx::st_async(at, make_float4(pair(0), pair(2), pair(4), pair(6)), place.barrier);
         }
     }
 }
 
-// Adds up the CTA's own units: warpgroup `half` takes 8 dims of each unit, each thread its own rows.
+// Adds up the CTA's own units, every other one by a warpgroup, and writes them.
 template <class C>
 __device__ __forceinline__ void write_units(const float (&factor)[2], const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
                                             int half, int thread) {
     const uint32_t stride = splits.incoming_offset<C>(1, 0);
-    for (int local = 0; local < splits.own_units<C>(); ++local) {
-        const uint32_t incoming = shared + splits.incoming_offset<C>(0, local) + 16 * thread;
-        float x[4] = {};
-        if (splits.send_bf16<C>()) {
-#pragma unroll 4
-            for (int s = 0; s < splits.count; ++s) {
-                const uint2 v = ptx::ld_shared_v2(incoming + s * stride + 8 * half);
-                x[0] += ptx::f32_of_bf16_lo(v.x), x[1] += ptx::f32_of_bf16_hi(v.x), x[2] += ptx::f32_of_bf16_lo(v.y), x[3] += ptx::f32_of_bf16_hi(v.y);
+    const int head = head_of(thread, 0), next = head_of(thread, 1), peers = splits.count - 1;
+#pragma unroll 1
+    for (int local = half; local < splits.own_units<C>(); local += 2) {
+        const uint32_t of_thread = shared + C::kIncomingOffset + 16 * thread, own = of_thread + splits.own_offset<C>(local);
+        const uint32_t incoming = of_thread + splits.incoming_offset<C>(0, local);
+        const float4 first = ptx::ld_shared_f32x4(own), second = ptx::ld_shared_f32x4(own + C::kUnitBytes / 2);
+        float x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll 1
+        for (int i = 0; i < peers; i += 4) {
+            uint4 v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[j] = i + j < peers ? ptx::ld_shared_v4(incoming + (i + j) * stride) : make_uint4(0, 0, 0, 0);
             }
-        } else {
-#pragma unroll 4
-            for (int s = 0; s < splits.count; ++s) {
-                const uint4 v = ptx::ld_shared_v4(incoming + s * stride + half * (C::kUnitBytes / 2));
-                x[0] += __uint_as_float(v.x), x[1] += __uint_as_float(v.y), x[2] += __uint_as_float(v.z), x[3] += __uint_as_float(v.w);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) x[2 * k] += ptx::f32_of_bf16_lo(words[k]), x[2 * k + 1] += ptx::f32_of_bf16_hi(words[k]);
             }
         }
-        const int dim = splits.own_unit(local) * kUnitDims + 8 * half + 2 * (thread % 4);
+        const int dim = splits.own_unit(local) * kUnitDims + 2 * (thread % 4);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int head = head_of(thread, r);
-            if (head < tile.heads) tile.write_pair(head, dim, ptx::cvt_bf16x2_f32(x[2 * r] * factor[r], x[2 * r + 1] * factor[r]));
+        for (int i = 0; i < 2; ++i) {
+            if (head < tile.heads) tile.write_pair(head, dim + 8 * i, ptx::cvt_bf16x2_f32(x[4 * i] * factor[0], x[4 * i + 1] * factor[0]));
+            if (next < tile.heads) tile.write_pair(next, dim + 8 * i, ptx::cvt_bf16x2_f32(x[4 * i + 2] * factor[1], x[4 * i + 3] * factor[1]));
         }
     }
 }
@@ -146,7 +153,8 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
                                       SplitsOfTile splits, int half, int thread) {
     ptx::barrier_cluster_wait();   // all CTAs have begun
     if (half == 0) publish_lse<C>(rows, shared, splits, thread);
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store
+    else if (thread < 32) find_unit_places<C>(shared, splits, thread);
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store, and the places
     ptx::barrier_cluster_arrive_relaxed();
     ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
     float weight[2], factor[2];
@@ -160,7 +168,7 @@ __device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums&
         if (splits.rank == 0 && half == 0 && thread % 4 == 0 && head < tile.heads) tile.write_lse(head, lse);
     }
     ptx::barrier_cluster_wait();   // in no CTA
-    send_partial<C>(out, weight, shared, splits, half, thread);
+    send_partial<C>(out, weight, shared, half, thread);
     ptx::mbarrier_wait(shared + C::kPartialBarrierOffset, 0);
     ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // own units came by ordinary stores
     write_units<C>(factor, tile, shared, splits, half, thread);

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head64/dequantize.cuh"
 #include "sm90/decode/sparse/keys.cuh"
 
@@ -23,6 +24,13 @@ struct SplitKeys {
     IndexLists lists;
     int split, first_group, blocks;
 
+    // And with them how many blocks there are.
+    __device__ __forceinline__ void load_lengths(const SparseDecodeParams& p, uint32_t batch) {
+        lists.main_length = index_list_length(p.source[0], batch);
+        lists.extra_length = index_list_length(p.source[1], batch);
+        const int live = max(0, live_groups(p, split, lists.main_length, lists.extra_length));
+        blocks = static_cast<int>(ptx::uniform((live + kGroupsPerBlock - 1) / kGroupsPerBlock));
+    }
     __device__ __forceinline__ KeyPlace place(const SparseDecodeParams& p, int block, int key) const {
         return KeyPlace(p, split, first_group + kGroupsPerBlock * block + key / kKeysPerGroup, key % kKeysPerGroup);
     }
@@ -54,10 +62,11 @@ struct KeyFinder {
     }
     __device__ __forceinline__ static void find(const SparseDecodeParams& p, const SplitKeys& keys, int batch, int32_t slot,
                                                 uint32_t shared, int warp, int lane) {
-        const KeyPlace at = place(p, keys, batch, warp, lane);
-        const bool valid = is_key(p, keys.lists, at, slot);
-        const KeyAddress a = locate<typename C::Record>(p.source[at.extra], valid ? slot : 0);
-        const uint64_t row = valid ? reinterpret_cast<uint64_t>(a.row) : 0;
+        enter(find_key<typename C::Record>(p, keys.lists, place(p, keys, batch, warp, lane), slot), batch, shared, warp, lane);
+    }
+    // What this lane has found of a batch, into the table.
+    __device__ __forceinline__ static void enter(KeyAddress a, int batch, uint32_t shared, int warp, int lane) {
+        const uint64_t row = reinterpret_cast<uint64_t>(a.row);
         const uint32_t to = entry(shared, kBatch * batch, warp, lane);
         if constexpr (C::kFoundBytes == 16) {
             ptx::st_shared_v4(to, static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), a.scales_from_row, 0);
@@ -98,16 +107,15 @@ struct LaneOfKey {
     }
 };
 
+// The first batch of keys is in the table.
 template <class C>
-__device__ __forceinline__ void produce(const SparseDecodeParams& p, const SplitKeys& keys, int32_t first_slot, uint32_t shared,
-                                        int warp, int lane) {
+__device__ __forceinline__ void produce(const SparseDecodeParams& p, const SplitKeys& keys, uint32_t shared, int warp, int lane) {
     using Record = typename C::Record;
     using Finder = KeyFinder<C>;
     uint4 data[C::kDataTiles];
 #pragma unroll
     for (int j = 0; j < C::kDataTiles; ++j) data[j] = make_uint4(0, 0, 0, 0);
     int32_t slot = Finder::load_slot(p, keys, 1, warp, lane);
-    Finder::find(p, keys, 0, first_slot, shared, warp, lane);
     KeyAddress found = Finder::look_up(shared, 0, warp, lane / 4);
     // What is no key is not loaded, and its scale is 0, which makes zeros of what is in the registers.
     const auto load_tile = [&](auto j) {

@@ -7,37 +7,43 @@
 
 namespace flash_mla::sm90::head64 {
 
-// Where 16-byte chunk `chunk` (8 dims) of a row lies, from the start of a matrix [tile][64 rows][64 dims].
+// To a matrix [tile][64 rows][64 dims]: 16-byte chunk c of a row lies at place c ^ (row % 8).
+//
+// Four threads a row, each two chunks of every tile, t and t + 4, of which the odd rows take t + 4 first: so 8 threads store to 8
+// different places of 16 bytes, and a thread's addresses are two of each kind and constants. Rows from `rows` on do not exist: they are
+// read from the last one that does, and become zeros. (No branch around a load: it would make them wait for one another.)
 template <class C>
-__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
-    return chunk / 8 * C::kTileBytes + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
-}
-
-// Rows from `rows` on do not exist: they are read from the last one that does, and become zeros. (No branch around a load: it
-// would make them wait for one another.)
-template <class C, bool kAligned, class FreeQuery>
-__device__ __forceinline__ void load_query_rows(const uint16_t* q, uint32_t stride, int rows, uint32_t shared, int thread, FreeQuery free_query) {
-    constexpr int kChunks = C::Record::kDimQK / 8, kLoads = C::kHeads * kChunks / C::kConsumers;
-    static_assert(kLoads * C::kConsumers == C::kHeads * kChunks);
-    uint32_t v[kLoads][4];
+__device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread) {
+    static_assert(4 * C::kHeads == C::kConsumers && C::kTiles * kTileDims == C::Record::kDimQK);
+    const int row = thread / 4, chunk = thread % 4 + row % 2 * 4;   // and chunk ^ 4
+    const uint16_t* from = q + static_cast<uint64_t>(min(row, rows - 1)) * stride;
+    const uint32_t to = shared + C::kQueryOffset + row * 128 + (chunk ^ row % 8) * 16;
+    const auto load = [&](auto aligned, int tile, int i, uint32_t (&v)[4]) {
+        load_bf16<4, aligned.value>(v, from + 8 * (chunk ^ 4 * i) + tile * kTileDims);
+    };
+    const auto store = [&](int tile, int i, const uint32_t (&v)[4]) {
+        ptx::st_shared_v4((to ^ 64 * i) + tile * C::kTileBytes, v[0], v[1], v[2], v[3]);
+    };
+    if (aligned16) {
+        uint32_t v[C::kTiles][2][4];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        const int n = thread + i * C::kConsumers, row = min(n / kChunks, rows - 1), chunk = n % kChunks;
-        load_bf16<4, kAligned>(v[i], q + static_cast<uint64_t>(row) * stride + 8 * chunk);
-    }
-    free_query();
+        for (int n = 0; n < 2 * C::kTiles; ++n) load(std::true_type(), n / 2, n % 2, v[n / 2][n % 2]);
+        const uint32_t exists = row < rows ? ~0u : 0u;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-        const int n = thread + i * C::kConsumers, row = n / kChunks, chunk = n % kChunks;
-        if (row >= rows) v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;
-        ptx::st_shared_v4(shared + C::kQueryOffset + swizzled<C>(row, chunk), v[i][0], v[i][1], v[i][2], v[i][3]);
+        for (int n = 0; n < 2 * C::kTiles; ++n) {
+            uint32_t (&chunk_of_row)[4] = v[n / 2][n % 2];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) chunk_of_row[i] &= exists;
+            store(n / 2, n % 2, chunk_of_row);
+        }
+    } else {
+#pragma unroll 1
+        for (int n = 0; n < 2 * C::kTiles; ++n) {
+            uint32_t v[4] = {0, 0, 0, 0};
+            if (row < rows) load(std::false_type(), n / 2, n % 2, v);
+            store(n / 2, n % 2, v);
+        }
     }
-}
-
-// free_query waits until the place of Q is free.
-template <class C, class FreeQuery>
-__device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread, FreeQuery free_query) {
-    with_alignment(aligned16, [&](auto aligned) { load_query_rows<C, aligned.value>(q, stride, rows, shared, thread, free_query); });
     ptx::fence_proxy_async();   // the matrix products read it
 }
 

@@ -1,8 +1,6 @@
 #include "sm90/decode/sparse/head16/launch.cuh"
 
 namespace flash_mla::sm90::head16 {
-template cudaError_t max_splits<V32Record, 1, 32, false>(int*);
-template cudaError_t launch<V32Record, 1, 32, false>(const SparseDecodeParams&, int64_t, cudaStream_t);
-template cudaError_t max_splits<V32Record, 1, 32, true>(int*);
-template cudaError_t launch<V32Record, 1, 32, true>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t max_splits<V32Record, 1, 32>(int*);
+template cudaError_t launch<V32Record, 1, 32>(const SparseDecodeParams&, int64_t, cudaStream_t);
 }

@@ -1,8 +1,6 @@
 #include "sm90/decode/sparse/head16/launch.cuh"
 
 namespace flash_mla::sm90::head16 {
-template cudaError_t max_splits<V32Record, 1, 64, false>(int*);
-template cudaError_t launch<V32Record, 1, 64, false>(const SparseDecodeParams&, int64_t, cudaStream_t);
-template cudaError_t max_splits<V32Record, 1, 64, true>(int*);
-template cudaError_t launch<V32Record, 1, 64, true>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t max_splits<V32Record, 1, 64>(int*);
+template cudaError_t launch<V32Record, 1, 64>(const SparseDecodeParams&, int64_t, cudaStream_t);
 }

@@ -1,6 +1,8 @@
 #include "sm90/decode/sparse/head64/launch.cuh"
 
 namespace flash_mla::sm90::head64 {
-template cudaError_t max_splits<V32Record>(int*);
-template cudaError_t launch<V32Record>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t max_splits<V32Record, Rows::kAsTheyAre>(int*);
+template cudaError_t launch<V32Record, Rows::kAsTheyAre>(const SparseDecodeParams&, int64_t, cudaStream_t);
+template cudaError_t max_splits<V32Record, Rows::kMayBePadded>(int*);
+template cudaError_t launch<V32Record, Rows::kMayBePadded>(const SparseDecodeParams&, int64_t, cudaStream_t);
 }

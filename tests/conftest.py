@@ -91,8 +91,8 @@ def record(request):
     return request.param
 
 
-# Besides what the plan chooses, which is mostly tiles of 8 rows on blocks of 32 keys: (head_tile, splits, number of heads beyond which
-# fewer are repeated: a tile of 64 rows would become one of 16 if there are no more than that).
+# Besides what the plan chooses, which is mostly tiles of 8 rows on blocks of 32 keys: (head_tile, splits, n). Calls of n heads or fewer
+# repeat their heads until they have more, so that tiles of 64 rows are not padded.
 FORCED_TILES = {
     "planned": None,
     "tile8": (8, 1, 0),

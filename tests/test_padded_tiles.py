@@ -106,13 +106,13 @@ def test_negative_zero_is_zero_and_a_denormal_or_nan_is_not(record, device):
 @pytest.mark.parametrize("splits", [1, 3, 16])
 @pytest.mark.parametrize("heads, row", [(17, 16), (40, 39), (64, 16), (64, 40), (64, 63)])
 def test_one_element_that_the_sample_misses(record, heads, row, splits, offset, device):
-    """The tile is computed as a padded one, and then as it is. Some tokens have no keys."""
+    """The tile is computed as a padded one, and then as it is (with an offset of 1 at once). Some tokens have no keys."""
     case = make_case(
-        4, 1, heads, 300, record=record, device=device, sinks=True, lengths=[300, 0, 50, 129]
-    )
+        4, 2, heads, 300, 150, record=record, device=device, sinks=True, lengths=[300, 0, 50, 129], extra_lengths=[150, 0, 0, 70]
+    )  # fmt: skip
     case.q[:, :, 8:] = 0
     # Rows are aligned to 16 bytes with an offset of 0 or 8.
-    wide = torch.zeros(4, 1, heads, record.d_qk + 8 + offset % 8, dtype=torch.bfloat16, device=device)
+    wide = torch.zeros(4, 2, heads, record.d_qk + 8 + offset % 8, dtype=torch.bfloat16, device=device)
     q = wide[..., offset : offset + record.d_qk]
     for dim in 9, record.d_qk - 3:
         q.copy_(case.q)
@@ -217,30 +217,58 @@ def test_tokens_without_keys(record, device):
         assert (out == 0).all() and (lse == torch.inf).all()
 
 
-@pytest.mark.parametrize("offset", [1, 2, 8], ids="{} elements off".format)
-@pytest.mark.parametrize("splits", [1, 5])
-def test_rows_that_are_not_aligned(record, splits, offset, device):
-    """q and out a slice of larger tensors, from an odd, an even and an aligned element on. Such a q is not looked at: the results are those of
-    q in a tile of its own that is not padded, a row repeated."""
+# Rows at odd addresses, at multiples of 4 bytes and of 16.
+ALIGNMENTS = pytest.mark.parametrize("offset, more", [(1, 3), (2, 6), (8, 16)], ids=["2 bytes", "4 bytes", "16 bytes"])
+
+
+def out_within(case, offset, more):
+    """A buffer of 7s, and an `out` in it."""
+    buffer = torch.full((*case.q.shape[:2], case.q.shape[2] + 1, 512 + more), 7.0, dtype=torch.bfloat16, device=case.q.device)
+    return buffer, buffer[:, :, :-1, offset : offset + 512]
+
+
+def assert_only_within(buffer, offset):
+    assert (buffer[:, :, -1] == 7.0).all()
+    assert (buffer[..., :offset] == 7.0).all() and (buffer[..., offset + 512 :] == 7.0).all()
+
+
+@ALIGNMENTS
+@pytest.mark.parametrize("splits", [1, 5, 16])
+def test_rows_of_out_wherever_they_lie(record, splits, offset, more, device):
     case = make_case(3, 2, 40, 200, 70, record=record, device=device, sinks=True, lengths="random")
     case.q[:, :, 8:] = 0
-    not_padded = torch.cat([case.q, case.q[:, :, :1]], dim=2)
-    expected = case.replace(q=not_padded, attn_sink=torch.cat([case.attn_sink, case.attn_sink[:1]])).run(forced(64, splits))
-    expected = expected[0][:, :, :40], expected[1][:, :40]
-    wide = torch.full((3, 2, 41, record.d_qk + 9), torch.nan, dtype=torch.bfloat16, device=device)
-    q = wide[:, :, :40, offset : offset + record.d_qk]
+    buffer, out = out_within(case, offset, more)
+    assert_same_bits(case.run(forced(64, splits), out=out), run(case, splits))
+    assert_only_within(buffer, offset)
+
+
+@ALIGNMENTS
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("heads", [40, 65, 100])
+def test_rows_of_q_wherever_they_lie(record, heads, splits, offset, more, device):
+    """Such as are not aligned to 16 bytes are not looked at: the results are those of a tile that is not padded, a row repeated. Nor are
+    those of two tiles."""
+    case = make_case(3, 2, heads, 200, 70, record=record, device=device, sinks=True, lengths="random")
+    case.q[:, :, 8:] = 0
+    wide = torch.full((3, 2, heads + 1, record.d_qk + more), torch.nan, dtype=torch.bfloat16, device=device)
+    q = wide[:, :, :heads, offset : offset + record.d_qk]
     q.copy_(case.q)
-    buffer = torch.full((3, 2, 41, 512 + 9), 7.0, dtype=torch.bfloat16, device=device)
-    out = buffer[:, :, :40, offset : offset + 512]
+    buffer, out = out_within(case, offset, more)
     got = case.replace(q=q).run(forced(64, splits), out=out)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    assert (buffer[:, :, 40] == 7.0).all()
-    assert (buffer[..., :offset] == 7.0).all() and (buffer[..., offset + 512 :] == 7.0).all()
     assert_close_flashmla(*got, *case.reference())
+    assert_only_within(buffer, offset)
+    if heads <= 64 and offset % 8 != 0:
+        rows_more = case.replace(
+            q=torch.cat([case.q, case.q[:, :, :1]], dim=2), attn_sink=torch.cat([case.attn_sink, case.attn_sink[:1]])
+        )
+        expected = rows_more.run(forced(64, splits))
+        assert_same_bits(got, (expected[0][:, :, :heads], expected[1][:, :heads]))
+    else:
+        assert_same_bits(got, run(case, splits))
 
 
 def test_wide_q(record, device):
-    """A token with magnitudes that f16 cannot hold side by side stays a tile of 64 rows."""
+    """A token with magnitudes that f16 cannot hold side by side is begun as a padded tile and then computed as it is."""
     case = padded_case(record, PADDED["16 real"], device)
     narrow = run(case, 4)
     case.q[0, 0, 2, 10], case.q[0, 0, 2, 11] = 1e-12, 1.0

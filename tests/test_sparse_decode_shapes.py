@@ -75,8 +75,9 @@ def padded(tensor, before, after, fill):
         ((0, 0, 1, 1), (0, 0, 0, 2)),  # rows at odd addresses
     ],
 )
-def test_strided_q(record, before, after, device, any_tile):
-    case = make_case(3, 2, 8, 100, record=record, device=device)
+@pytest.mark.parametrize("h_q", [8, 20, 100])
+def test_strided_q(record, h_q, before, after, device, any_tile):
+    case = make_case(3, 2, h_q, 100, record=record, device=device)
     at_odd_addresses = before[-1] % 2 == 1  # whether such rows are padding, tiles of 64 rows do not ask
     expected = case.replace(q=padded(case.q, (0, 0, 0, 3), (0, 0, 0, 2), torch.nan) if at_odd_addresses else case.q).run()
     got = case.replace(q=padded(case.q, before, after, torch.nan)).run()
@@ -85,9 +86,10 @@ def test_strided_q(record, before, after, device, any_tile):
 
 
 @ANY_TILE
-def test_transposed_q(record, device, any_tile):
+@pytest.mark.parametrize("h_q", [8, 20, 100])
+def test_transposed_q(record, h_q, device, any_tile):
     """Heads outermost, and a batch that repeats one request by a stride of 0."""
-    case = make_case(3, 2, 8, 100, record=record, device=device)
+    case = make_case(3, 2, h_q, 100, record=record, device=device)
     expected = case.run()
     heads_first = case.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
     got = case.replace(q=heads_first).run()
@@ -112,7 +114,7 @@ def test_strided_indices(record, start, device, any_tile):
 
 
 @ANY_TILE
-@pytest.mark.parametrize("h_q", [1, 8, 20])
+@pytest.mark.parametrize("h_q", [1, 8, 20, 100])
 @pytest.mark.parametrize(
     "before, after",
     [
@@ -136,9 +138,10 @@ def test_out_is_written_and_nothing_around_it(record, h_q, before, after, device
 
 
 @ANY_TILE
-def test_transposed_out(record, device, any_tile):
-    case = make_case(3, 2, 8, 100, record=record, device=device)
-    out = torch.empty(8, 2, 3, 512, dtype=torch.bfloat16, device=device).permute(2, 1, 0, 3)
+@pytest.mark.parametrize("h_q", [8, 20, 100])
+def test_transposed_out(record, h_q, device, any_tile):
+    case = make_case(3, 2, h_q, 100, record=record, device=device)
+    out = torch.empty(h_q, 2, 3, 512, dtype=torch.bfloat16, device=device).permute(2, 1, 0, 3)
     _, lse = case.run(out=out)
     assert_close_flashmla(out, lse, *case.reference())
 

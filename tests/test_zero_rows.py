@@ -118,18 +118,18 @@ def test_zero_rows_of_tokens_without_keys(record, device):
     assert (out == 0).all() and (lse == torch.inf).all()
 
 
-@pytest.mark.parametrize("offset", [1, 2, 8], ids="{} elements off".format)
+@pytest.mark.parametrize("offset, more", [(1, 3), (2, 6), (8, 16)], ids=["2 bytes", "4 bytes", "16 bytes"])
 @pytest.mark.parametrize("splits", [1, 5])
-def test_rows_that_are_not_aligned(record, splits, offset, device):
-    """q and out a slice of larger tensors, from an odd, an even and an aligned element on."""
+def test_rows_wherever_they_lie(record, splits, offset, more, device):
+    """q and out a slice of larger tensors, whose rows are at odd addresses, at multiples of 4 bytes and of 16."""
     case = make_case(3, 2, 20, 200, 70, record=record, device=device, sinks=True, lengths="random")
     case.q[:, :, 8:] = 0
     plan = dict(head_tile=8, splits=splits, block_keys=32)
     expected = case.run(flash_mla.get_mla_metadata()[0].force_plan(**plan))
-    wide = torch.full((3, 2, 21, record.d_qk + 9), torch.nan, dtype=torch.bfloat16, device=device)
+    wide = torch.full((3, 2, 21, record.d_qk + more), torch.nan, dtype=torch.bfloat16, device=device)
     q = wide[:, :, :20, offset : offset + record.d_qk]
     q.copy_(case.q)
-    buffer = torch.full((3, 2, 21, 512 + 9), 7.0, dtype=torch.bfloat16, device=device)
+    buffer = torch.full((3, 2, 21, 512 + more), 7.0, dtype=torch.bfloat16, device=device)
     out = buffer[:, :, :20, offset : offset + 512]
     got = case.replace(q=q).run(flash_mla.get_mla_metadata()[0].force_plan(**plan), out=out)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])

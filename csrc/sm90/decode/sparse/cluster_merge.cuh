@@ -63,6 +63,8 @@ __device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, S
 struct UnitPlace {
     uint32_t address, barrier;
     __device__ __forceinline__ bool is_own() const { return barrier == 0; }
+    // What lies so many bytes from the start of a peer's shared memory.
+    template <class C> __device__ __forceinline__ uint32_t in_owner(uint32_t offset) const { return barrier - C::kPartialBarrierOffset + offset; }
 };
 template <class C>
 __device__ __forceinline__ uint32_t unit_place_at(uint32_t shared, int unit) { return shared + C::kUnitPlacesOffset + 8 * unit; }

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "plan.h"
+
 namespace flash_mla {
 
 // Keys are handled in groups of 16, the K of mma.m16n8k16. A group never spans two caches.
@@ -16,9 +18,18 @@ inline constexpr int kLargeTile = 64;   // rows of the largest head tile
 inline constexpr int kTileDims = 64;
 inline constexpr int kUnitDims = 16;    // M of the values' matrix product: the grain in which splits share the merge
 
-// What a CTA has of its units at most, if one has so many bytes in fp32: splits * ceil(32 / splits) units of fp32, the maximum
-// over splits is 45 at 15; or, if peers send bf16, (splits + 1) / 2 * ceil(32 / splits), which is 32 at 1.
-constexpr int incoming_bytes(int unit_bytes, bool sends_bf16) { return (sends_bf16 ? 32 : 45) * unit_bytes; }
+// The most that a CTA has of its units, from its peers and its own, over all numbers of splits. A unit of fp32 has `unit_bytes`, one of
+// bf16, which peers may send, half of that.
+constexpr int incoming_bytes(int unit_bytes, bool sends_bf16) {
+    constexpr int kUnits = 32;
+    int most = 0;
+    for (int splits = 1; splits <= kMaxSplits; ++splits) {
+        const int units = (kUnits + splits - 1) / splits, bytes = units * (unit_bytes + (splits - 1) * unit_bytes / (sends_bf16 ? 2 : 1));
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+static_assert(incoming_bytes(2, false) == 45 * 2 && incoming_bytes(2, true) == 32 * 2);
 
 // Exact n / d for 0 <= n < 2^31 as one multiplication and two shifts (Granlund and Montgomery's method, with
 // 2n in place of n so that d = 1 needs no special case).

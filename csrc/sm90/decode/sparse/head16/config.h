@@ -92,14 +92,14 @@ struct Config {
     static constexpr int kScaleArrayBytes = kScaleRows * kScaleStride * 4;   // of scales, of exponents, of mantissas
     static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
 
-    // Barriers, and flags. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
+    // Barriers, and findings. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
     static constexpr int kBarrierBytes = 8 * (4 + 2 * kStages), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
     static constexpr int kLseBarrierOffset = kBarriersOffset;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
     static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
-    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;
+    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;   // with a zero column
     static_assert(kLookBarrierOffset + 8 == kBarriersOffset + kBarrierBytes);
     static constexpr int kFindingsOffset = kHasZeroColumn ? 0 : kBarrierBytes;          // [warp], see zero_rows.cuh
     static constexpr int kPeerFindingsOffset = kFindingsOffset + (kHasZeroColumn ? 4 * kWarps : 0);   // [split]

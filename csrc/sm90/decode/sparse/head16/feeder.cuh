@@ -13,7 +13,7 @@ struct KeyFeeder {
     const SparseDecodeParams& p;
     const Ring<C> ring;
     const int rank, first_group;
-    const int lane, block_of_round, key;   // of this lane
+    const int block_of_round, key;   // of this lane
     IndexLists lists;
     SlotAddress first_slot;
     KeyAddress found;
@@ -22,9 +22,9 @@ struct KeyFeeder {
 
     // Addresses only: nothing that the kernel before may have written.
     __device__ __forceinline__ KeyFeeder(const SparseDecodeParams& params, uint32_t shared, const ClusterWork<C>& work, int cluster_rank,
-                                         int value_warp, int lane_id)
+                                         int value_warp, int lane)
         : p(params), ring{shared}, rank(cluster_rank), first_group(cluster_rank * params.groups_per_split),
-          lane(lane_id), block_of_round(lane_id / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane_id % C::kKeysPerWarp),
+          block_of_round(lane / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane % C::kKeysPerWarp),
           lists{ptx::opaque(index_list(params.source[0], work.batch, work.row)), ptx::opaque(index_list(params.source[1], work.batch, work.row)), 0, 0},
           first_slot(params, lists, place_in_round(0)) {
         first_slot.at = ptx::opaque(first_slot.at);

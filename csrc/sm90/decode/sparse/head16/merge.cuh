@@ -3,11 +3,8 @@
 // First the score warps of the splits tell each other their log-sum-exps, while the value warps still multiply their last block. So
 // each knows what its partial result counts, and sends it weighted: every CTA of the cluster owns some units (16 dims of all
 // heads), unit u belongs to rank u % splits, and a CTA stores each unit where its owner will look for it. The stores count
-// towards a barrier of the owner, which then adds up what it got and writes it out. With one split value warps write at once.
+// towards a barrier of the owner, which then adds up what it got and writes it out. With one split, and no zero column, value warps write at once.
 #pragma once
-#include <cfloat>
-#include <cmath>
-
 #include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/softmax.cuh"
 
@@ -99,7 +96,7 @@ __device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc,
     }
     const uint32_t at = incoming_zero_unit<C>(shared, splits, splits.rank, splits.local(unit)) + lane / 4 * 8;
     if (place.is_own()) ptx::st_shared_f32x2(at, {x[0], x[1]});
-    else ptx::st_async(place.barrier + (at - shared - C::kPartialBarrierOffset), float2{x[0], x[1]}, place.barrier);
+    else ptx::st_async(place.in_owner<C>(at - shared), float2{x[0], x[1]}, place.barrier);
 }
 
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane stores 16 bytes a unit and head group, two dims of its heads, or, to
@@ -184,7 +181,6 @@ __device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const A
 // A thread's part in adding up the CTA's own units and writing them: what a lane has sent of a unit, two dims of some heads.
 template <class C>
 struct UnitPart {
-    int local, first_head;
     uint32_t own, incoming;
     TwoDims dims[C::kHeadGroups][2];   // of heads 8 n + 2t and + 2t + 1
     float factor[C::kHeadGroups][2];
@@ -192,8 +188,7 @@ struct UnitPart {
 
     // Part number i, before there is anything to add up.
     __device__ __forceinline__ UnitPart(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits, int i) {
-        const int lane = i % 32;
-        local = i / 32, first_head = 2 * (lane % 4);
+        const int lane = i % 32, local = i / 32, first_head = 2 * (lane % 4);
         const uint32_t of_lane = shared + C::kIncomingOffset + 16 * lane;
         own = of_lane + splits.own_offset<C>(local), incoming = of_lane + splits.incoming_offset<C>(0, local);
 #pragma unroll
@@ -208,7 +203,7 @@ struct UnitPart {
         }
     }
 
-    __device__ __forceinline__ void add_and_write(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) const {
+    __device__ __forceinline__ void add_and_write(const SparseDecodeParams& p, SplitsOfTile splits) const {
         float sum[C::kHeadGroups][2][2];   // [group][dim][head]
         add(sum, splits);
 #pragma unroll
@@ -249,7 +244,7 @@ struct UnitPart {
 // Adds up the CTA's own units of a zero row that is a column of the results: a thread two dims.
 template <class C>
 __device__ __forceinline__ void add_zero_row(uint32_t shared, SplitsOfTile splits) {
-    const int thread = C::kThreads - 1 - threadIdx.x, local = thread / 8, g = thread % 8;   // from the end: the first threads have the heads' units
+    const int thread = C::kThreads - 1 - threadIdx.x, local = thread / 8, g = thread % 8;   // from the end: with several splits only the first threads have heads' units
     if (local >= splits.own_units<C>()) return;
     const auto of_split = [&](int split) { return ptx::ld_shared_f32x2(incoming_zero_unit<C>(shared, splits, split, local) + 8 * g); };
     float2 sum = of_split(splits.rank);   // and then the peers, as UnitPart does

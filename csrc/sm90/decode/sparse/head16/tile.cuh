@@ -31,7 +31,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
     const int blocks = feeder.blocks;
 
     // Block by block.
-    const bool writes_alone = !C::kHasZeroColumn && p.splits == 1;   // nothing to merge; beside a zero column, code is short
+    const bool writes_alone = !C::kHasZeroColumn && p.splits == 1;   // nothing to merge; beside a zero column, as with more, for want of room for code
     Stage stage;
     if (role.scores) {
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<C::kScoreRegisters>();
@@ -78,7 +78,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             feeder.load_next_slots(C::kBlocksPerRound);
         };
         if constexpr (C::kHasZeroColumn) {   // and meanwhile the rows behind the tile travel
-            note_finding<C>(search_rows<C>(p, work, work.query(p), role.value_warp, lane, copy_ahead), shared_address, warp, lane);
+            note_finding<C>(search_rows<C>(p, work, role.value_warp, lane, copy_ahead), shared_address, warp, lane);
             ptx::mbarrier_arrive(shared_address + C::kLookBarrierOffset);
         } else {
             copy_ahead();
@@ -126,11 +126,11 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
     const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
     __syncthreads();   // own units came by ordinary stores
-    if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, tile, shared_address, splits);
+    if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, splits);
     static_assert(C::kUnits / 2 * 32 <= C::kThreads);   // of two splits or more a thread has no second part
     if constexpr (C::kHasZeroColumn) {
         for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
-            UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, tile, shared_address, splits);
+            UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, splits);
         }
         if (tile.rows == tile.heads) return true;
         add_zero_row<C>(shared_address, splits);

@@ -18,10 +18,11 @@ __device__ __forceinline__ void note_finding(bool found, uint32_t shared, int wa
 }
 
 // Whether there are nonzeros in work.rows - kHeads rows, which the value warps of all splits share. Calls meanwhile() once, while loads
-// travel. `q`: the tile's first row.
+// travel.
 template <class C, class Meanwhile>
-__device__ __forceinline__ bool search_rows(const SparseDecodeParams& p, const ClusterWork<C>& work, const uint16_t* q, int value_warp, int lane,
+__device__ __forceinline__ bool search_rows(const SparseDecodeParams& p, const ClusterWork<C>& work, int value_warp, int lane,
                                             Meanwhile meanwhile) {
+    const uint16_t* q = work.query(p);   // the tile's first row
     constexpr int kChunks = C::Record::kDimQK / 8;   // of a row, 16 bytes each
     constexpr int kLoads = (kChunks + 31) / 32, kRows = 2;   // a lane's loads of a row; rows at a time
     const int step = C::kValueWarps * p.splits, first = C::kHeads + C::kValueWarps * ptx::cluster_ctarank() + value_warp;   // this warp's

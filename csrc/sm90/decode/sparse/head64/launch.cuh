@@ -26,6 +26,7 @@ cudaError_t max_splits(int* splits) {
 template <class Record, Rows kRows>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream) {
     using L = Launch<Record, kRows>;
+    if (L::kMayBePadded && !p.q_aligned16) return cudaErrorMisalignedAddress;
     return launch_clusters(L::kernel(), p, tokens * tiles_of_token(kLargeTile, p.h_q), 1, L::C::kThreads, L::kSharedBytes, stream);
 }
 

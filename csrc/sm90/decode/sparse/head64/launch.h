@@ -9,14 +9,14 @@ namespace flash_mla::sm90::head64 {
 // How rows of q are taken.
 enum class Rows {
     kAsTheyAre,
-    kMayBePadded    // looked at, whether those from 16 on are zero (padded_kernel.cuh)
+    kMayBePadded    // looked at, whether those from 16 on are zero (padded_kernel.cuh); up to 64, aligned to 16 bytes
 };
 
 // The largest number of splits up to kMaxSplits that fits the current device at all.
 template <class Record, Rows kRows>
 cudaError_t max_splits(int* splits);
 
-// Launches a tile of 64 heads in p.splits CTAs, all of them one cluster, on the current device, which
+// Launches a cluster of p.splits CTAs per token and tile of 64 heads on the current device, which
 // max_splits has been asked about before.
 template <class Record, Rows kRows>
 cudaError_t launch(const SparseDecodeParams& p, int64_t tokens, cudaStream_t stream);

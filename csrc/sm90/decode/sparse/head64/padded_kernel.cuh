@@ -6,14 +6,14 @@
 // whether it really is. If not, or if f16 cannot hold the 16 rows or the first is not finite, it is computed again, as any other: as
 // it is (tile.cuh). Both kinds of tile have warps 0-7 multiply Q and warps 8-15 find keys, the same ones.
 #pragma once
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/tile.cuh"
 #include "sm90/decode/sparse/head64/padding.cuh"
 #include "sm90/decode/sparse/head64/tile.cuh"
 
 namespace flash_mla::sm90::head64 {
 
-// Grid: x = splits * head tiles * tokens, in clusters of `splits`; the tiles of a token are neighbours and read the same
-// keys at about the same time. Rows of q are aligned to 16 bytes.
+// Grid: x = splits * tokens, in clusters of `splits`. Rows of q are aligned to 16 bytes.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __grid_constant__ SparseDecodeParams p) {
     using Small = typename C::SmallTile;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     if (is_padded) {
         ptx::barrier_cluster_wait();   // all CTAs have begun
         if (!role.scores) ptx::setmaxnreg_dec<Small::kValueRegisters>();
-        if (head16::decode_tile<Small>(p, shared_memory, work, role, feeder, small_q, false, warp, lane)) return;
+        if (head16::decode_tile<Small>(p, shared_memory, work, role, feeder, small_q, /*is_bf16=*/false, warp, lane)) return;
         __syncthreads();   // nobody in the CTA looks at anything of that tile any more
         ptx::barrier_cluster_arrive_relaxed();
     }

@@ -10,8 +10,8 @@ namespace flash_mla::sm90::head64 {
 // To a matrix [tile][64 rows][64 dims]: 16-byte chunk c of a row lies at place c ^ (row % 8).
 //
 // Four threads a row, each two chunks of every tile, t and t + 4, of which the odd rows take t + 4 first: so 8 threads store to 8
-// different places of 16 bytes, and a thread's addresses are two of each kind and constants. Rows from `rows` on do not exist: they are
-// read from the last one that does, and become zeros. (No branch around a load: it would make them wait for one another.)
+// different places of 16 bytes, and a thread's addresses are two of each kind and constants. Rows from `rows` on do not exist: they
+// become zeros. If rows are aligned, they are read from the last one that does, as a branch around a load would make all wait.
 template <class C>
 __device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread) {
     static_assert(4 * C::kHeads == C::kConsumers && C::kTiles * kTileDims == C::Record::kDimQK);

@@ -1,5 +1,6 @@
 // A tile of 64 rows, all of which are computed: two warpgroups load and dequantize keys, two multiply.
 #pragma once
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/head64/merge.cuh"
 #include "sm90/decode/sparse/head64/producer.cuh"
@@ -7,7 +8,7 @@
 
 namespace flash_mla::sm90::head64 {
 
-// What a cluster works on.
+// What a cluster works on: of up to 64 rows, a padded tile and its zero rows likewise.
 template <class C>
 using TileWork = head16::ClusterWork<typename C::SmallTile>;
 

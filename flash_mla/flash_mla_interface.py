@@ -107,7 +107,7 @@ class FlashMLASchedMeta:
         if c.enable_batch_invariant:
             reason = "batch-invariant: the same for every batch"
         else:
-            reason = f"least estimated time for {tokens} tokens x {width} keys, {c.h_q} heads, on {num_sms} SMs"
+            reason = f"by estimated times for {tokens} tokens x {width} keys, {c.h_q} heads, on {num_sms} SMs"
         plan = flash_mla_cuda.sparse_decode_plan(tokens, width, c.h_q, num_sms, c.enable_batch_invariant)
         return Plan(*plan, reason=reason)
 

@@ -2,9 +2,21 @@
 
 import pytest
 import torch
-from test_zero_rows import DENORMAL, NEGATIVE_ZERO, PATTERNS, padded_case, rows, tile_by_tile
+from test_zero_rows import (
+    ALIGNMENTS,
+    DENORMAL,
+    NEGATIVE_ZERO,
+    PATTERNS,
+    assert_only_within,
+    out_within,
+    padded_case,
+    q_within,
+    rows,
+    tile_by_tile,
+)
 
 import flash_mla
+from flash_mla import kv_cache
 from flash_mla.testing import assert_close_flashmla, make_case
 
 pytestmark = pytest.mark.gpu
@@ -152,8 +164,6 @@ def test_if_the_first_row_is_not_finite_it_stays_a_tile_of_64(record, value, spl
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_nan_or_infinity_in_a_key(record, value, splits, device):
     """0 times either is NaN, in rows of zeros as well, unless nobody attends to the key."""
-    from flash_mla import kv_cache
-
     keys = torch.randn(4, 64, record.d_qk, device=device) / 10
     keys[2, 7, -5] = value  # RoPE, which is bf16
     case = make_case(2, 1, 64, 192, record=record, device=device, num_blocks=4, sinks=True)
@@ -170,8 +180,6 @@ def test_nan_or_infinity_in_a_key(record, value, splits, device):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("dim", [0, 100, 300, 447])
 def test_nan_byte_in_a_key(record, dim, splits, device):
-    from flash_mla import kv_cache
-
     case = padded_case(record, PADDED["16 real"], device)
     half = kv_cache.num_slots(case.kv) // 2
     case.indices.remainder_(half)
@@ -187,8 +195,6 @@ def test_nan_byte_in_a_key(record, dim, splits, device):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("group", [0, -1], ids=["first scale", "last scale"])
 def test_scale_that_is_not_finite(record, group, splits, device):
-    from flash_mla import kv_cache
-
     case = padded_case(record, PADDED["16 real"], device)
     half = kv_cache.num_slots(case.kv) // 2
     case.indices.remainder_(half)
@@ -217,21 +223,6 @@ def test_tokens_without_keys(record, device):
         assert (out == 0).all() and (lse == torch.inf).all()
 
 
-# Rows at odd addresses, at multiples of 4 bytes and of 16.
-ALIGNMENTS = pytest.mark.parametrize("offset, more", [(1, 3), (2, 6), (8, 16)], ids=["2 bytes", "4 bytes", "16 bytes"])
-
-
-def out_within(case, offset, more):
-    """A buffer of 7s, and an `out` in it."""
-    buffer = torch.full((*case.q.shape[:2], case.q.shape[2] + 1, 512 + more), 7.0, dtype=torch.bfloat16, device=case.q.device)
-    return buffer, buffer[:, :, :-1, offset : offset + 512]
-
-
-def assert_only_within(buffer, offset):
-    assert (buffer[:, :, -1] == 7.0).all()
-    assert (buffer[..., :offset] == 7.0).all() and (buffer[..., offset + 512 :] == 7.0).all()
-
-
 @ALIGNMENTS
 @pytest.mark.parametrize("splits", [1, 5, 16])
 def test_rows_of_out_wherever_they_lie(record, splits, offset, more, device):
@@ -250,11 +241,8 @@ def test_rows_of_q_wherever_they_lie(record, heads, splits, offset, more, device
     those of two tiles."""
     case = make_case(3, 2, heads, 200, 70, record=record, device=device, sinks=True, lengths="random")
     case.q[:, :, 8:] = 0
-    wide = torch.full((3, 2, heads + 1, record.d_qk + more), torch.nan, dtype=torch.bfloat16, device=device)
-    q = wide[:, :, :heads, offset : offset + record.d_qk]
-    q.copy_(case.q)
     buffer, out = out_within(case, offset, more)
-    got = case.replace(q=q).run(forced(64, splits), out=out)
+    got = case.replace(q=q_within(case, offset, more)).run(forced(64, splits), out=out)
     assert_close_flashmla(*got, *case.reference())
     assert_only_within(buffer, offset)
     if heads <= 64 and offset % 8 != 0:

@@ -118,7 +118,33 @@ def test_zero_rows_of_tokens_without_keys(record, device):
     assert (out == 0).all() and (lse == torch.inf).all()
 
 
-@pytest.mark.parametrize("offset, more", [(1, 3), (2, 6), (8, 16)], ids=["2 bytes", "4 bytes", "16 bytes"])
+# Rows at odd addresses, at multiples of 4 bytes and of 16: where they begin in a longer one, and by how much it is longer.
+ALIGNMENTS = pytest.mark.parametrize("offset, more", [(1, 3), (2, 6), (8, 16)], ids=["2 bytes", "4 bytes", "16 bytes"])
+
+
+def within(like, dims, offset, more, fill):
+    """A buffer, and in it a tensor with the first dimensions of `like` and rows of `dims`."""
+    b, s_q, heads = like.shape[:3]
+    buffer = torch.full((b, s_q, heads + 1, dims + more), fill, dtype=torch.bfloat16, device=like.device)
+    return buffer, buffer[:, :, :heads, offset : offset + dims]
+
+
+def q_within(case, offset, more):
+    """The same q, NaN around it."""
+    return within(case.q, case.q.shape[-1], offset, more, torch.nan)[1].copy_(case.q)
+
+
+def out_within(case, offset, more):
+    """A buffer of 7s, and an `out` in it."""
+    return within(case.q, 512, offset, more, 7.0)
+
+
+def assert_only_within(buffer, offset):
+    assert (buffer[:, :, -1] == 7.0).all()
+    assert (buffer[..., :offset] == 7.0).all() and (buffer[..., offset + 512 :] == 7.0).all()
+
+
+@ALIGNMENTS
 @pytest.mark.parametrize("splits", [1, 5])
 def test_rows_wherever_they_lie(record, splits, offset, more, device):
     """q and out a slice of larger tensors, whose rows are at odd addresses, at multiples of 4 bytes and of 16."""
@@ -126,15 +152,10 @@ def test_rows_wherever_they_lie(record, splits, offset, more, device):
     case.q[:, :, 8:] = 0
     plan = dict(head_tile=8, splits=splits, block_keys=32)
     expected = case.run(flash_mla.get_mla_metadata()[0].force_plan(**plan))
-    wide = torch.full((3, 2, 21, record.d_qk + more), torch.nan, dtype=torch.bfloat16, device=device)
-    q = wide[:, :, :20, offset : offset + record.d_qk]
-    q.copy_(case.q)
-    buffer = torch.full((3, 2, 21, 512 + more), 7.0, dtype=torch.bfloat16, device=device)
-    out = buffer[:, :, :20, offset : offset + 512]
-    got = case.replace(q=q).run(flash_mla.get_mla_metadata()[0].force_plan(**plan), out=out)
+    buffer, out = out_within(case, offset, more)
+    got = case.replace(q=q_within(case, offset, more)).run(flash_mla.get_mla_metadata()[0].force_plan(**plan), out=out)
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    assert (buffer[:, :, 20] == 7.0).all()
-    assert (buffer[..., :offset] == 7.0).all() and (buffer[..., offset + 512 :] == 7.0).all()
+    assert_only_within(buffer, offset)
     assert_close_flashmla(*got, *case.reference())
 
 

@@ -129,16 +129,19 @@ inline Plan plan_few_heads(int64_t tokens, int64_t width, int heads, int num_sms
 // mean of the two cases, with four times the weight on padded calls (its fifth power, to be exact), and one that would make real heads
 // wait 1.4 times as long as the best for them in tiles of 64 is not taken.
 inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sms) {
-    const auto large_us = [&](const Plan& plan) { return large_tiles_us(plan, tokens, width, heads, num_sms); };
+    double real_us[kMaxSplits + 1];   // of tiles of 64, by splits
     Choice for_real{{64, 1, 64}};
-    choose_splits(for_real, 64, 64, width, large_us);
-    auto weigh = [&](double real, double padded) {
+    choose_splits(for_real, 64, 64, width, [&](const Plan& plan) {
+        return real_us[plan.splits] = large_tiles_us(plan, tokens, width, heads, num_sms);
+    });
+    const auto weigh = [&](double real, double padded) {
         if (real > 1.4 * for_real.us) return std::numeric_limits<double>::infinity();
         return heads == 64 ? std::pow(padded, 4) * real : real;
     };
     Choice best{for_real.plan};
     choose_splits(best, 64, 64, width, [&](const Plan& plan) {
-        return weigh(large_us(plan), padded_large_tiles_us(plan, tokens, width, num_sms));
+        const double real = real_us[plan.splits];
+        return weigh(real, heads == 64 ? padded_large_tiles_us(plan, tokens, width, num_sms) : real);
     });
     choose_small_tiles(best, tokens, width, heads, num_sms, [&](double us) { return weigh(us, us); });
     return best.plan;

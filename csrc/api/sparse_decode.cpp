@@ -76,11 +76,11 @@ bool rows_are_aligned(const Tensor& t, int64_t bytes) {
     return ok;
 }
 
-SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan, const Tensor& out, const Tensor& lse) {
+SparseDecodeParams make_params(const SparseDecodeArguments& a, const Plan& plan, bool q_aligned16, const Tensor& out, const Tensor& lse) {
     SparseDecodeParams p;
     p.q = static_cast<const uint16_t*>(a.q.const_data_ptr());
     p.q_stride_b = stride32(a.q, 0), p.q_stride_s = stride32(a.q, 1), p.q_stride_h = stride32(a.q, 2);
-    p.q_aligned16 = rows_are_aligned(a.q, 16);
+    p.q_aligned16 = q_aligned16;
     p.out = static_cast<uint16_t*>(out.mutable_data_ptr());
     p.out_stride_b = stride32(out, 0), p.out_stride_s = stride32(out, 1), p.out_stride_h = stride32(out, 2);
     p.out_aligned4 = rows_are_aligned(out, 4);
@@ -114,16 +114,16 @@ Kernel small_tile_kernel(int block_keys) {
 }
 
 template <class Record>
-Kernel choose_kernel(const Tensor& q, const Plan& plan) {
+Kernel choose_kernel(const Plan& plan, int64_t heads, bool q_aligned16) {
     using namespace sm90::head64;
     if (plan.head_tile == 8) return small_tile_kernel<Record, 1>(plan.block_keys);
     if (plan.head_tile == 16) return small_tile_kernel<Record, 2>(plan.block_keys);
-    if (may_be_padded(q.size(2)) && rows_are_aligned(q, 16)) return {max_splits<Record, Rows::kMayBePadded>, launch<Record, Rows::kMayBePadded>};
+    if (may_be_padded(heads) && q_aligned16) return {max_splits<Record, Rows::kMayBePadded>, launch<Record, Rows::kMayBePadded>};
     return {max_splits<Record, Rows::kAsTheyAre>, launch<Record, Rows::kAsTheyAre>};
 }
 
-Kernel choose_kernel(RecordKind record, const Tensor& q, const Plan& plan) {
-    return record == RecordKind::kV4 ? choose_kernel<V4Record>(q, plan) : choose_kernel<V32Record>(q, plan);
+Kernel choose_kernel(RecordKind record, const Plan& plan, int64_t heads, bool q_aligned16) {
+    return record == RecordKind::kV4 ? choose_kernel<V4Record>(plan, heads, q_aligned16) : choose_kernel<V32Record>(plan, heads, q_aligned16);
 }
 
 // The plan knows the SM count only; a GPU may have no place for a cluster that large.
@@ -157,9 +157,10 @@ SparseDecodeResult sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Option
     Tensor lse = torch::stable::new_empty(q, {a.batch(), a.h_q(), a.s_q()}, torch::headeronly::ScalarType::Float);
     if (a.tokens() > 0) {
         Plan plan = choose_plan(a, num_sms);
-        const Kernel kernel = choose_kernel(record, a.q, plan);
+        const bool q_aligned16 = rows_are_aligned(a.q, 16);
+        const Kernel kernel = choose_kernel(record, plan, a.h_q(), q_aligned16);
         fit_plan(a, plan, kernel);
-        const SparseDecodeParams p = make_params(a, plan, out, lse);
+        const SparseDecodeParams p = make_params(a, plan, q_aligned16, out, lse);
         void* stream = nullptr;
         if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(device, &stream)) {
             throw std::runtime_error("flash_mla: q: got a CUDA tensor, but this torch has no CUDA stream to offer");

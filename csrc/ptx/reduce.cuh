@@ -1,4 +1,4 @@
-// Reductions over the four lanes of a quad, which share a row of a matrix fragment, and over a warp.
+// Reductions and exchanges among the four lanes of a quad, which share a row of a matrix fragment, and reductions over a warp.
 #pragma once
 #include <cstdint>
 
@@ -11,6 +11,21 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Lane t of the quad gives word j to lane j, in place of whose word t it lies: words and lanes change places.
+__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4], int t) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = t & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+            if (upper) x[i] = other;
+            else x[i + bit] = other;
+        }
+    }
 }
 
 // Of numbers: as integers, which order like floats if negative ones have their lower bits inverted.

@@ -39,14 +39,14 @@ struct SplitsOfTile {
 };
 
 // By one thread, before the CTA first arrives at the barrier of the cluster. From each peer, besides log-sum-exps of C::kHeads heads
-// and units: `more_bytes` with those, `more_unit_bytes` with each of these.
+// and units: `more_bytes` with those.
 template <class C>
-__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, int more_bytes = 0, int more_unit_bytes = 0) {
+__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, int more_bytes = 0) {
     ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
     ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
-    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * (splits.kSentUnitBytes<C> + more_unit_bytes));
+    ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.kSentUnitBytes<C>);
 }
 
 // A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, seen

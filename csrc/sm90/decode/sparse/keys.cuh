@@ -3,23 +3,9 @@
 #include "kv_format.h"
 #include "ptx/memory.cuh"
 #include "sm90/decode/sparse/params.h"
+#include "sm90/decode/sparse/token_heads.cuh"
 
 namespace flash_mla::sm90 {
-
-// How many key groups of a split are worth visiting. Groups are numbered through, the main cache's first; a split's range
-// follows from the shapes, so that the first indices can be fetched together with the lengths, and the lengths only cut
-// off its end. (A main length below its width leaves groups without keys before the extra cache's: they are visited.)
-__device__ __forceinline__ int live_groups(const SparseDecodeParams& p, int split, int main_length, int extra_length) {
-    auto groups = [](int keys) { return (keys + kKeysPerGroup - 1) / kKeysPerGroup; };
-    const int live_end = extra_length > 0 ? p.source[0].groups + groups(extra_length) : groups(main_length);
-    return min(p.groups_per_split, live_end - split * p.groups_per_split);   // may be negative
-}
-
-// The token's two index lists. (Members, not arrays: a run-time index would put them into local memory.)
-struct IndexLists {
-    const int32_t *main, *extra;
-    int main_length, extra_length;
-};
 
 __device__ __forceinline__ const int32_t* index_list(const KeySource& source, uint32_t batch, uint32_t row) {
     return source.indices + static_cast<uint64_t>(batch) * source.indices_stride_b +
@@ -30,6 +16,28 @@ __device__ __forceinline__ int index_list_length(const KeySource& source, uint32
     const uint32_t n = ptx::ld_global_u32_or(source.lengths + batch, source.lengths, source.width);
     return max(0, min(static_cast<int>(n), source.width));
 }
+
+// The token's two index lists. (Members, not arrays: a run-time index would put them into local memory.)
+struct IndexLists {
+    const int32_t *main, *extra;
+    int main_length, extra_length;
+
+    __device__ __forceinline__ void find(const SparseDecodeParams& p, const TokenHeads& token) {
+        main = index_list(p.source[0], token.batch, token.row), extra = index_list(p.source[1], token.batch, token.row);
+    }
+    __device__ __forceinline__ void load_lengths(const SparseDecodeParams& p, uint32_t batch) {
+        main_length = index_list_length(p.source[0], batch), extra_length = index_list_length(p.source[1], batch);
+    }
+    // How many blocks of a split are worth visiting. Groups are numbered through, the main cache's first; a split's range follows from the
+    // shapes, so that the first indices can be fetched together with the lengths, and the lengths only cut off its end. (A main length
+    // below its width leaves groups without keys before the extra cache's: they are visited.)
+    __device__ __forceinline__ int count_blocks(const SparseDecodeParams& p, int split, int groups_per_block) const {
+        const auto groups = [](int keys) { return (keys + kKeysPerGroup - 1) / kKeysPerGroup; };
+        const int end = extra_length > 0 ? p.source[0].groups + groups(extra_length) : groups(main_length);
+        const int live = max(0, min(p.groups_per_split, end - split * p.groups_per_split));
+        return (live + groups_per_block - 1) / groups_per_block;
+    }
+};
 
 // A key of a block: in which cache, and where in its index list. What lies past the split's last group belongs to another
 // split.

@@ -10,7 +10,7 @@
 namespace flash_mla::sm90::head16 {
 
 // kHeadGroups: 8 heads each.  kKeys: keys of a block, which the CTA works on at a time.  kHasZeroColumn: none but zero rows follow
-// the tile, in one of 64 rows; the zero row is one more row of its scores, and column of its results.
+// the tile, in one of 64 rows; the zero row is one more column of its results.
 //
 // A block's scores are the work of 8 warps, the score warps, and its values that of 8 others, the value warps: while these
 // multiply a block, the score warps compute the scores of the next one.
@@ -22,8 +22,8 @@ struct Config {
     static constexpr bool kHasZeroColumn = kHasZeroColumn_;
     static constexpr int kHeads = 8 * kHeadGroups;
     static constexpr bool kMayBeWide = !kHasZeroColumn;   // Q, see query.cuh: head64/padded_kernel.cuh leaves those to its other kind of tile
-    // With the zero row, if it is one of the tile's.
-    static constexpr int kScoredHeads = kHeads + kHasZeroColumn, kColumnGroups = kHeadGroups + kHasZeroColumn;
+    // With the zero row, if there is one: rows that have a log-sum-exp, column groups of the results.
+    static constexpr int kLseRows = kHeads + kHasZeroColumn, kColumnGroups = kHeadGroups + kHasZeroColumn;
     // The rows whose results the cluster may have to write.
     static constexpr int kMaxRows = kHasZeroColumn ? kLargeTile : kHeads;
     static constexpr int kKeyGroups = kKeys / kKeysPerGroup;
@@ -72,18 +72,17 @@ struct Config {
     // last block has been weighed and multiplied, everything from the scores to the rows' exponents is free to receive the partial results of
     // the peers, [peer][unit][lane] of 16 bytes, and the own ones, in fp32: [unit][head group][lane].
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
-    static constexpr int kScoreBytes = kDimParts * kScoredHeads * kScoreStride * 4;
+    static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
     static constexpr bool kSendsBf16 = kHeadGroups == 2;   // see send_partial
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
-    static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes; warp 0 also the zero row's
-    static_assert(!kHasZeroColumn || kOwnHeads == 2);
+    static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
     static constexpr int kQuantizedRows = Record::kNumScales;
-    static constexpr int kWeightBytes = 8 * kColumnGroups * kKeys * 2;
+    static constexpr int kWeightBytes = kHeads * kKeys * 2;
     static constexpr int kFactorOffset = 2 * kWeightBytes;                          // from the place's start
     static constexpr int kHeadRescaleOffset = kFactorOffset + kQuantizedRows * kKeys * 2;   // [head]
-    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + (kScoredHeads + 1) / 2 * 8;   // [scale row]: {rescale, whether weights are bf16}
+    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + kHeads * 4;   // [scale row]: {rescale, whether weights are bf16}
     static constexpr int kUpdateFlagsOffset = (kRowUpdateOffset + kQuantizedRows * 8 + 15) / 16 * 16;   // [score warp]
     static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + kScoreWarps * 4;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
@@ -93,14 +92,14 @@ struct Config {
     static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
 
     // Barriers, and findings. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
-    static constexpr int kBarrierBytes = 8 * (4 + 2 * kStages), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
+    static constexpr int kBarrierBytes = 8 * (3 + 2 * kStages + 2 * kHasZeroColumn), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
     static constexpr int kLseBarrierOffset = kBarriersOffset;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
     static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
-    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;   // with a zero column
-    static_assert(kLookBarrierOffset + 8 == kBarriersOffset + kBarrierBytes);
+    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8, kZeroRowBarrierOffset = kLookBarrierOffset + 8;   // with a zero column
+    static_assert((kHasZeroColumn ? kZeroRowBarrierOffset : kShareBarrierOffset) + 8 == kBarriersOffset + kBarrierBytes);
     static constexpr int kFindingsOffset = kHasZeroColumn ? 0 : kBarrierBytes;          // [warp], see zero_rows.cuh
     static constexpr int kPeerFindingsOffset = kFindingsOffset + (kHasZeroColumn ? 4 * kWarps : 0);   // [split]
     static constexpr int kClusterOffset = kPeerFindingsOffset + (kHasZeroColumn ? 4 * kMaxSplits : 0);
@@ -119,8 +118,9 @@ struct Config {
         std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kZeroIncomingOffset + kZeroIncomingBytes});
     static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
     static_assert(kShareOffset % 16 == 0);
-    static constexpr int kPeerLseOffset = kShareOffset + (kScoredHeads + 3) / 4 * 16;   // [head][split]
-    static constexpr int kSinkOffset = kPeerLseOffset + kScoredHeads * kMaxSplits * 4;   // [row], base 2
+    static constexpr int kPeerLseOffset = kShareOffset + (kLseRows + 3) / 4 * 16;   // [head][split]
+    static constexpr int kZeroSumOffset = kPeerLseOffset + kLseRows * kMaxSplits * 4;   // [score warp], see ZeroRow
+    static constexpr int kSinkOffset = kZeroSumOffset + (kHasZeroColumn ? 4 * kScoreWarps : 0);   // [row], base 2
     static constexpr int kUnitPlacesOffset = (kSinkOffset + 4 * kMaxRows + 7) / 8 * 8;                // [unit], of the own partial result
     static constexpr int kDataEnd = kUnitPlacesOffset + 8 * kUnits, kSharedBytes = kHasZeroColumn ? kMaxSharedBytes : kDataEnd;
     static_assert(!kHasZeroColumn || kDataEnd <= kBarriersOffset);

@@ -25,7 +25,7 @@ struct KeyFeeder {
                                          int value_warp, int lane)
         : p(params), ring{shared}, rank(cluster_rank), first_group(cluster_rank * params.groups_per_split),
           block_of_round(lane / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane % C::kKeysPerWarp),
-          lists{ptx::opaque(index_list(params.source[0], work.batch, work.row)), ptx::opaque(index_list(params.source[1], work.batch, work.row)), 0, 0},
+          lists(find_lists(params, work)),
           first_slot(params, lists, place_in_round(0)) {
         first_slot.at = ptx::opaque(first_slot.at);
     }
@@ -33,19 +33,15 @@ struct KeyFeeder {
     // The first slots, by the value warps, and the lengths, by all, side by side.
     __device__ __forceinline__ void load_first(uint32_t batch, bool feeds) {
         if (feeds) slot = first_slot.load();
-        lists.main_length = index_list_length(p.source[0], batch);
-        lists.extra_length = index_list_length(p.source[1], batch);
+        lists.load_lengths(p, batch);
     }
-    __device__ __forceinline__ void count_blocks() {
-        const int live = max(0, live_groups(p, rank, lists.main_length, lists.extra_length));
-        // Opaque: or the compiler keeps what it follows from for later, instead of the one number.
-        blocks = ptx::opaque((live + C::kKeyGroups - 1) / C::kKeyGroups);
-    }
+    // Opaque: or the compiler keeps what it follows from for later, instead of the one number.
+    __device__ __forceinline__ void count_blocks() { blocks = ptx::opaque(lists.count_blocks(p, rank, C::kKeyGroups)); }
     __device__ __forceinline__ void find_first() { found = find_key<typename C::Record>(p, lists, place_in_round(0), slot); }
     // Behind the copies of the first round's first blocks.
     __device__ __forceinline__ void load_next_slots(int first_block) {
         if constexpr (C::kHasZeroColumn) {   // registers are short: the lists' addresses are worked out anew
-            find_lists(ClusterWork<C>(p, ptx::ld_shared_u32(ring.shared + C::kClusterOffset)));
+            lists.find(p, ClusterWork<C>(p, ptx::ld_shared_u32(ring.shared + C::kClusterOffset)));
         }
         SlotAddress address(p, lists, place_in_round(first_block));
         address.exists &= first_block < blocks;
@@ -64,8 +60,11 @@ struct KeyFeeder {
     }
 
    private:
-    __device__ __forceinline__ void find_lists(const ClusterWork<C>& work) {
-        lists.main = index_list(p.source[0], work.batch, work.row), lists.extra = index_list(p.source[1], work.batch, work.row);
+    __device__ __forceinline__ static IndexLists find_lists(const SparseDecodeParams& p, const ClusterWork<C>& work) {
+        IndexLists lists;
+        lists.find(p, work);
+        lists.main = ptx::opaque(lists.main), lists.extra = ptx::opaque(lists.extra);
+        return lists;
     }
     __device__ __forceinline__ KeyPlace place_in_round(int first_block) const {
         const int group = first_group + (first_block + block_of_round) * C::kKeyGroups + key / kKeysPerGroup;

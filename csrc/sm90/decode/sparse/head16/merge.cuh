@@ -21,10 +21,7 @@ struct OutputTile {
     __device__ __forceinline__ static OutputTile make(const SparseDecodeParams& p, uint32_t shared) {
         // Anew, from shared memory: it costs less than registers in the loop.
         const ClusterWork<C> work(p, ptx::ld_shared_u32(shared + C::kClusterOffset));
-        return {p.out + static_cast<uint64_t>(work.batch) * p.out_stride_b + static_cast<uint64_t>(work.row) * p.out_stride_s +
-                    static_cast<uint64_t>(work.first_head) * p.out_stride_h,
-                p.lse + (static_cast<uint64_t>(work.batch) * p.h_q + work.first_head) * p.s_q.divisor + work.row,
-                work.heads, work.rows};
+        return {work.out(p), work.lse(p), work.heads, work.rows};
     }
 };
 
@@ -74,7 +71,7 @@ struct PartialWeight {
     __device__ __forceinline__ float apply(float element, int n, int i) const { return element * share[n][i % 2] * power; }
 };
 
-// Where the zero row's partial result of a unit lies, in fp32, 4 pairs of dims as lanes g hold them.
+// Where the zero row's partial result of a unit lies, dim by dim in fp32.
 template <class C>
 __device__ __forceinline__ uint32_t incoming_zero_unit(uint32_t shared, SplitsOfTile splits, int from, int local) {
     return shared + C::kZeroIncomingOffset + (from * splits.units_per_owner<C>() + local) * C::kZeroUnitBytes;
@@ -94,9 +91,20 @@ __device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc,
         x[i] = weight.apply(u < 2 ? (u == 0 ? of_unit(0) : of_unit(1)) : (u == 2 ? of_unit(2) : of_unit(3)), C::kColumnGroups - 1, 2 * i);
         if (!place.is_own()) x[i] = ptx::f32_of_bf16_lo(ptx::cvt_bf16x2_f32(x[i], 0.f));
     }
-    const uint32_t at = incoming_zero_unit<C>(shared, splits, splits.rank, splits.local(unit)) + lane / 4 * 8;
-    if (place.is_own()) ptx::st_shared_f32x2(at, {x[0], x[1]});
-    else ptx::st_async(place.in_owner<C>(at - shared), float2{x[0], x[1]}, place.barrier);
+    // Dims 2g and 2g + 1, of RoPE g and g + 8.
+    const uint32_t at = incoming_zero_unit<C>(shared, splits, splits.rank, splits.local(unit)) + lane / 4 * (role.value_is_rope ? 4 : 8);
+    const uint32_t in_owner = place.in_owner<C>(at - shared), barrier = place.in_owner<C>(C::kZeroRowBarrierOffset);
+    if (role.value_is_rope) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (place.is_own()) ptx::st_shared_f32(at + 32 * i, x[i]);
+            else ptx::st_async(in_owner + 32 * i, x[i], barrier);
+        }
+    } else if (place.is_own()) {
+        ptx::st_shared_f32x2(at, {x[0], x[1]});
+    } else {
+        ptx::st_async(in_owner, float2{x[0], x[1]}, barrier);
+    }
 }
 
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane stores 16 bytes a unit and head group, two dims of its heads, or, to
@@ -104,6 +112,7 @@ __device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc,
 template <class C>
 __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
     const PartialWeight<C> weight(role, shared, lane);
+    if constexpr (C::kHasZeroColumn) send_partial_zero_row<C>(acc, weight, role, shared, splits, lane);   // first: its rows are many
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
         const UnitPlace place = unit_place<C>(shared, role.value_warp * C::kValueUnits + u);
@@ -124,7 +133,6 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Wa
             ptx::st_async(at, v[0], place.barrier);
         }
     }
-    if constexpr (C::kHasZeroColumn) send_partial_zero_row<C>(acc, weight, role, shared, splits, lane);
 }
 
 template <class C>
@@ -146,15 +154,6 @@ struct TwoDims {
         else to[0] = static_cast<uint16_t>(pair), to[is_rope ? 8 : 1] = static_cast<uint16_t>(pair >> 16);
     }
 };
-
-// Two dims of the zero row's result, of local unit number `local`, to where write_zero_rows will look for them.
-template <class C>
-__device__ __forceinline__ void store_zero_row_dims(uint32_t shared, int local, int unit, int g, float a, float b) {
-    const bool is_rope = is_rope_unit<C>(unit);
-    const uint32_t to = shared + C::kZeroRowOffset + 4 * (local * kUnitDims + (is_rope ? g : 2 * g));
-    ptx::st_shared_f32(to, a);
-    ptx::st_shared_f32(to + (is_rope ? 32 : 4), b);
-}
 
 // One split: nothing to add up. All units of a warp are RoPE, or none.
 template <class C>
@@ -241,43 +240,39 @@ struct UnitPart {
     }
 };
 
-// Adds up the CTA's own units of a zero row that is a column of the results: a thread two dims.
-template <class C>
-__device__ __forceinline__ void add_zero_row(uint32_t shared, SplitsOfTile splits) {
-    const int thread = C::kThreads - 1 - threadIdx.x, local = thread / 8, g = thread % 8;   // from the end: with several splits only the first threads have heads' units
-    if (local >= splits.own_units<C>()) return;
-    const auto of_split = [&](int split) { return ptx::ld_shared_f32x2(incoming_zero_unit<C>(shared, splits, split, local) + 8 * g); };
-    float2 sum = of_split(splits.rank);   // and then the peers, as UnitPart does
-#pragma unroll 4
-    for (int i = 0; i < splits.count - 1; ++i) {
-        const float2 v = of_split(i + (i >= splits.rank));
-        sum.x += v.x, sum.y += v.y;
-    }
-    store_zero_row_dims<C>(shared, local, splits.own_unit(local), g, sum.x, sum.y);
-}
-
-// After all units and a barrier: the zero row's result for the rows behind the tile. Each thread takes 8 dims of some rows.
+// Adds up the CTA's own units of the zero row, and writes them to the rows behind the tile, each with its own sink. With units for at most
+// half of the warps that is the work of those that have none of the heads', else of all. Behind a barrier of the CTA, as the own part
+// came by ordinary stores.
 template <class C>
 __device__ __forceinline__ void write_zero_rows(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
-    const int thread = threadIdx.x, chunks = splits.own_units<C>() * (kUnitDims / 8);   // of 8 dims, up to 64
-    const int bits = 32 - __clz(chunks - 1);   // 2^bits threads a head
-    const int chunk = thread & ((1 << bits) - 1);
-    if (chunk >= chunks) return;
-    const int dim = splits.own_unit(chunk / 2) * kUnitDims + chunk % 2 * 8;
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-        const uint4 v = ptx::ld_shared_v4(shared + C::kZeroRowOffset + 32 * chunk + 4 * i);
-        x[i] = __uint_as_float(v.x), x[i + 1] = __uint_as_float(v.y);
-        x[i + 2] = __uint_as_float(v.z), x[i + 3] = __uint_as_float(v.w);
-    }
+    const int units = splits.own_units<C>(), first = 4 * units <= 3 * C::kWarps ? 32 * units : 0;
+    const int thread = threadIdx.x - first, threads = C::kThreads - first;
+    if (thread < 0) return;
+    ptx::mbarrier_wait(shared + C::kZeroRowBarrierOffset, 0);
+    if (thread < units * (kUnitDims / 2)) {   // two dims
+        const int local = thread / 8, g = thread % 8;
+        const auto of_split = [&](int split) { return ptx::ld_shared_f32x2(incoming_zero_unit<C>(shared, splits, split, local) + 8 * g); };
+        float2 sum = of_split(splits.rank);   // and then the peers, as UnitPart does
 #pragma unroll 4
-    for (int head = C::kHeads + (thread >> bits); head < tile.rows; head += C::kThreads >> bits) {
-        const float factor = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head);
-        uint32_t r[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = ptx::cvt_bf16x2_f32(x[2 * i] * factor, x[2 * i + 1] * factor);
-        uint16_t* to = tile.out + static_cast<uint64_t>(head) * p.out_stride_h + dim;
+        for (int i = 0; i < splits.count - 1; ++i) {
+            const float2 v = of_split(i + (i >= splits.rank));
+            sum.x += v.x, sum.y += v.y;
+        }
+        ptx::st_shared_f32x2(shared + C::kZeroRowOffset + 8 * thread, sum);
+    }
+    ptx::barrier_sync(kScoreBarrier, threads);
+    // 8 dims of some rows a thread. (Rolled: most of it runs once, and waits for its instructions.)
+    const int chunks = units * (kUnitDims / 8);   // up to 64
+    const int bits = 32 - __clz(chunks - 1);      // 2^bits threads a row
+    const int chunk = thread & ((1 << bits) - 1), dim = splits.own_unit(chunk / 2) * kUnitDims + chunk % 2 * 8;
+    if (chunk >= chunks) return;
+    const float4 a = ptx::ld_shared_f32x4(shared + C::kZeroRowOffset + 32 * chunk), b = ptx::ld_shared_f32x4(shared + C::kZeroRowOffset + 32 * chunk + 16);
+#pragma unroll 2
+    for (int row = C::kHeads + (thread >> bits); row < tile.rows; row += threads >> bits) {
+        const float f = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * row);
+        const uint32_t r[4] = {ptx::cvt_bf16x2_f32(a.x * f, a.y * f), ptx::cvt_bf16x2_f32(a.z * f, a.w * f),
+                               ptx::cvt_bf16x2_f32(b.x * f, b.y * f), ptx::cvt_bf16x2_f32(b.z * f, b.w * f)};
+        uint16_t* to = tile.out + static_cast<uint64_t>(row) * p.out_stride_h + dim;
         if (p.out_aligned16) {
             *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
         } else {

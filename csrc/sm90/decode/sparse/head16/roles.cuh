@@ -1,35 +1,22 @@
 // Who does what: which token and heads a cluster works on, and what a warp's share of a CTA's work is.
 #pragma once
 #include "ptx/cluster.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/config.h"
+#include "sm90/decode/sparse/token_heads.cuh"
 
 namespace flash_mla::sm90::head16 {
 
-// Tiles of a token are neighbours along y. A tile with a zero column is the beginning of a tile of 64 rows, of which a token may have two: these
-// are neighbours along x.
+// Tiles of a token are neighbours along y. With a zero column there is one tile a token.
 template <class C>
-struct ClusterWork {
-    uint32_t batch, row;
-    int first_head, heads;   // heads of the tile that exist
-    int rows;                // whose results the cluster writes: with the zero row those of 64
+struct ClusterWork : TokenHeads {
+    int heads;   // of the tile that exist
+    int rows;    // whose results the cluster writes: with the zero row up to 64
 
     // `cluster`: number along x.
-    __device__ __forceinline__ ClusterWork(const SparseDecodeParams& p, uint32_t cluster) {
-        const int two_tiles = C::kHasZeroColumn && p.h_q > kLargeTile;
-        const uint32_t token = cluster >> two_tiles;
-        batch = p.s_q.divide(token);
-        row = token - batch * p.s_q.divisor;
-        first_head = C::kHasZeroColumn ? kLargeTile * (cluster & two_tiles) : ptx::ctaid_y() * C::kHeads;
-        heads = min(C::kHeads, p.h_q - first_head);
-        rows = min(C::kMaxRows, p.h_q - first_head);
-    }
-    // The tile's first row of q.
-    __device__ __forceinline__ const uint16_t* query(const SparseDecodeParams& p) const {
-        return ptx::opaque(p.q + static_cast<uint64_t>(batch) * p.q_stride_b + static_cast<uint64_t>(row) * p.q_stride_s +
-                           static_cast<uint64_t>(first_head) * p.q_stride_h);
-    }
+    __device__ __forceinline__ ClusterWork(const SparseDecodeParams& p, uint32_t cluster)
+        : TokenHeads(p, cluster, C::kHasZeroColumn ? 0 : ptx::ctaid_y() * C::kHeads),
+          heads(min(C::kHeads, p.h_q - first_head)), rows(min(C::kMaxRows, p.h_q - first_head)) {}
 };
 
 template <class C>

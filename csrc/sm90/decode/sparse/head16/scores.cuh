@@ -5,6 +5,7 @@
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/reduce.cuh"
 #include "sm90/decode/sparse/head16/query.cuh"
 #include "sm90/decode/sparse/head16/ring.cuh"
 
@@ -36,7 +37,7 @@ struct ScoreAddresses {
         scale_store = shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
         scale_load = pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
         mask = pair + (C::kMaskOffset + 4 * warp_key);
-        score = score_pair + (C::kScoreOffset + 4 * (part * C::kScoredHeads * C::kScoreStride + warp_key));
+        score = score_pair + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
     }
 };
 
@@ -90,14 +91,13 @@ struct Product {
     }
 };
 
-// The zero row's scores of an octet, columns 2t and 2t + 1: 0, unless an infinity or NaN of the key makes NaN of it. So 0 is multiplied
-// by everything that a score comes from.
+// What the zero row's scores of an octet are, columns 2t and 2t + 1: 0, unless an infinity or NaN of the key makes NaN of it. So 0 is
+// multiplied by everything that a score comes from. In lanes g = 0.
 template <class C>
 struct ZeroScore {
     float x[2] = {};
 
-    // A tile in f16. The first head is finite (else the tile will be given up), and so are its products with finite keys; it is the one of
-    // the lanes that store this.
+    // A tile in f16. The first head is finite (else the tile will be given up), and so are its products with finite keys.
     __device__ __forceinline__ void meet(const Product<C>& product) { meet(product.at(0, 0), product.at(0, 1)); }
     __device__ __forceinline__ void meet(float2 scales) { meet(scales.x, scales.y); }
     // In bf16, where products may leave fp32's range: one with zeros instead.
@@ -120,9 +120,29 @@ struct ZeroScore {
     }
 };
 
-// Scores of the warp's keys over the dims of `part`, and their scales, to shared memory.
+// The zero row's softmax. Its scores are 0, so every key weighs 1, and the sum of the weights is the number of keys, or NaN if a score is.
+// The first part of the dims counts; of the second only NaN does.
+template <class C>
+struct ZeroRow {
+    float sum = 0.f;   // of this lane's keys
+
+    __device__ __forceinline__ void add(const ZeroScore<C>& score, float2 mask, int part) {
+        const float weight = part == 0 ? 1.f : 0.f;
+        if constexpr (C::kHasZeroColumn) sum += (mask.x < 0.f ? 0.f : weight + score.x[0]) + (mask.y < 0.f ? 0.f : weight + score.x[1]);
+    }
+    // To shared memory, behind the last block's scores; and, behind a barrier, the sum over all warps in every lane.
+    __device__ __forceinline__ void store(uint32_t shared, int warp, int lane) const {
+        const float of_warp = ptx::warp_sum(lane < 4 ? sum : 0.f);
+        if (lane == 0) ptx::st_shared_f32(shared + C::kZeroSumOffset + 4 * warp, of_warp);
+    }
+    __device__ __forceinline__ static float total(uint32_t shared, int lane) {
+        return ptx::warp_sum(lane < C::kScoreWarps ? ptx::ld_shared_f32(shared + C::kZeroSumOffset + 4 * lane) : 0.f);
+    }
+};
+
+// Scores of the warp's keys over the dims of `part`, and their scales, to shared memory; the zero row's, if there is one, into its sum.
 template <class C, bool kQueryIsBf16>
-__device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at,
+__device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& zero_row, float scale_log2, const ScoreAddresses<C>& at,
                                                Stage stage, ScoreBuffer buffer, int part, int lane) {
     const int t = lane % 4;
     const bool rope_last = last_tile_is_rope<C>(part);
@@ -238,13 +258,11 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, float scale_lo
         }
         const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask<C>() + o * kOctetColumnBytes);
 #pragma unroll
-        for (int n = 0; n < C::kColumnGroups; ++n) {
-            float x, y;
-            if (n < C::kHeadGroups) x = s[o][n % C::kHeadGroups][0], y = s[o][n % C::kHeadGroups][1];
-            else x = zero[o].x[0], y = zero[o].x[1];
-            const float2 masked = {mask.x < 0.f ? mask.x : x, mask.y < 0.f ? mask.y : y};
-            if (n < C::kHeadGroups || lane < 4) ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
+        for (int n = 0; n < C::kHeadGroups; ++n) {
+            const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
+            ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
         }
+        zero_row.add(zero[o], mask, part);
     }
 }
 

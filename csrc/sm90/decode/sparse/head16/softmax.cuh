@@ -48,21 +48,19 @@ __device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
     return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
 }
 
-// A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Where there is a zero row, it is one more head of
-// warp 0. Lane l has columns l, l + 32, ... of a block.
+// A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Lane l has columns l, l + 32, ... of a block.
 // The value warps accumulate in units of 2^(a head's reference + the largest exponent of a row of scales). If these move, they
 // multiply by 2^(old - new).
 template <class C>
 struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;
-    static constexpr int kMostHeads = C::kOwnHeads + C::kHasZeroColumn;
-    float reference[kMostHeads], sum[kMostHeads];       // the same in all lanes; of the weights, each lane has a share
+    float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
     float exponent, least;                              // the row's largest; the least of those that the lane has seen
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < kMostHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
+        for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
         exponent = -FLT_MAX, least = FLT_MAX;
     }
 
@@ -70,10 +68,7 @@ struct Softmax {
     __device__ __forceinline__ void hand_over(uint32_t shared, Stage stage, ScoreBuffer buffer, bool first, int warp, int lane) {
         const uint32_t place = weight_place<C>(shared, stage);
         // Before the first block there is nothing to rescale.
-        bool updates;
-        if (C::kHasZeroColumn && warp == 0) updates = weigh_heads<kMostHeads>(shared, place, buffer, warp, lane);
-        else updates = weigh_heads<C::kOwnHeads>(shared, place, buffer, warp, lane);
-        updates &= !first;
+        bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
         const int row = C::kScoreWarps - 1 - warp;
         if (row < C::kQuantizedRows) updates |= prepare_factors(shared, place, stage, buffer, first, row, lane);
         if (lane == 0) ptx::st_shared_u32(place + C::kUpdateFlagsOffset + 4 * warp, updates);
@@ -81,8 +76,8 @@ struct Softmax {
     }
 
     // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen after its next
-    // barrier. By half a warp a head, a lane a split.
-    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, int warp, int lane) {
+    // barrier. By half a warp a head, a lane a split; by warp 0 also the zero row's, if there have been blocks.
+    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, bool any_block, int warp, int lane) {
         const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
 #pragma unroll
@@ -92,8 +87,8 @@ struct Softmax {
         const bool sends = split < splits.count;
         if (sends && (second || lane < kMaxSplits)) send_lse<C>(own_lse, warp + (second ? C::kScoreWarps : 0), shared, splits, split);
         if (C::kHasZeroColumn && warp == 0) {
-            const float total = ptx::warp_sum(sum[kMostHeads - 1]) * power_of_two(-kBias);
-            if (head_of_lane(warp, lane) == C::kHeads) set_own(total, reference[kMostHeads - 1]);
+            const float total = any_block ? ZeroRow<C>::total(shared, lane) : 0.f;
+            if (head_of_lane(warp, lane) == C::kHeads) set_own(total, 0.f);
             const float lse = __shfl_sync(0xffffffffu, own_lse, kZeroLane);
             if (sends && lane < kMaxSplits) send_lse<C>(lse, C::kHeads, shared, splits, split);
         }
@@ -144,27 +139,26 @@ struct Softmax {
     }
 
     static_assert(kMaxSplits == 16);
-    // The first kCount heads. Returns whether a reference has moved.
-    template <int kCount>
+    // Returns whether a reference has moved.
     __device__ __forceinline__ bool weigh_heads(uint32_t shared, uint32_t place, ScoreBuffer buffer, int warp, int lane) {
-        float s[kCount][kColumns], largest[kCount];
+        float s[C::kOwnHeads][kColumns], largest[C::kOwnHeads];
         const uint32_t from = shared + C::kScoreOffset + buffer.score + 4 * (warp * C::kScoreStride + lane);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
+        for (int i = 0; i < C::kOwnHeads; ++i) {
             largest[i] = -FLT_MAX;
 #pragma unroll
             for (int k = 0; k < kColumns; ++k) {
                 const uint32_t at = from + 4 * i * C::kScoreWarps * C::kScoreStride + 128 * k;
                 s[i][k] = ptx::ld_shared_f32(at);
 #pragma unroll
-                for (int part = 1; part < C::kDimParts; ++part) s[i][k] += ptx::ld_shared_f32(at + 4 * part * C::kScoredHeads * C::kScoreStride);
+                for (int part = 1; part < C::kDimParts; ++part) s[i][k] += ptx::ld_shared_f32(at + 4 * part * C::kHeads * C::kScoreStride);
                 largest[i] = fmaxf(largest[i], s[i][k]);
             }
         }
         bool moved = false;
         const uint32_t to = place + warp * 64 + fragment_place(lane);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
+        for (int i = 0; i < C::kOwnHeads; ++i) {
             largest[i] = ptx::warp_max(largest[i]);
             float rescale = 1.f;
             if (largest[i] > reference[i] + kSlack) {
@@ -231,44 +225,47 @@ __device__ __forceinline__ bool follow_updates(Accumulator<C>& acc, uint32_t pla
             const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));
             acc.rescale(n, row.x * head.x, row.x * head.y);
         }
-        if constexpr (C::kHasZeroColumn) {
-            const float zero = ptx::ld_shared_f32(place + C::kHeadRescaleOffset + 4 * C::kHeads);
-            acc.rescale(C::kHeadGroups, row.x * zero, row.x * zero);
-        }
+        if constexpr (C::kHasZeroColumn) acc.rescale(C::kHeadGroups, row.x, row.x);
     }
     return as_bf16;
 }
+
+// 2^exponent as an f16 or a bf16, twice.
+constexpr uint32_t f16x2_power_of_two(float exponent) { return ((15 + static_cast<int>(exponent)) << 10) * 0x10001u; }
+constexpr uint32_t bf16x2_power_of_two(float exponent) { return ((127 + static_cast<int>(exponent)) << 7) * 0x10001u; }
 
 // Then its weights of kStepsAtOnce k steps, from step `first` on, times the factors of its own dims.
 template <class C>
 __device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t place, int first, bool as_bf16, const WarpRole<C>& role, int lane) {
     constexpr int kPairs = C::kStepsAtOnce / 2, kPairsOfBlock = C::kKeyGroups / 2;
-    auto take = [&](uint32_t weights, auto multiply) {
+    // Of the zero row every key weighs 2^0 (what is no key has zeros for V), in all columns of its group.
+    const auto take = [&](uint32_t weights, uint32_t zero_row_weight, auto multiply) {
         weights += 512 * (first / 2);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
             for (int n = 0; n < C::kColumnGroups; ++n) {
-                // The zero row's weights make all columns of its group.
-                const int of_lane = n < C::kHeadGroups ? lane : lane % 4;
-                const uint4 x = multiply(pair, ptx::ld_shared_v4(weights + 16 * of_lane + 512 * (kPairsOfBlock * n + pair)));
+                uint4 x;
+                if (n < C::kHeadGroups) x = ptx::ld_shared_v4(weights + 16 * lane + 512 * (kPairsOfBlock * n + pair));
+                else x = make_uint4(zero_row_weight, zero_row_weight, zero_row_weight, zero_row_weight);
+                x = multiply(pair, x);
                 w[2 * pair][n][0] = x.x, w[2 * pair][n][1] = x.y, w[2 * pair + 1][n][0] = x.z, w[2 * pair + 1][n][1] = x.w;
             }
         }
     };
     if (role.value_is_rope) {
-        take(place + C::kWeightBytes, [](int, uint4 x) { return x; });
+        take(place + C::kWeightBytes, bf16x2_power_of_two(kRopeBias), [](int, uint4 x) { return x; });
         return;
     }
     uint4 f[kPairs];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairsOfBlock * 64) + 64 * (first / 2 + pair) + 16 * (lane % 4));
     if (as_bf16) {
-        take(place + C::kWeightBytes, [&](int pair, uint4 x) {
+        take(place + C::kWeightBytes, bf16x2_power_of_two(kRopeBias), [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));
         });
     } else {
-        take(place, [&](int pair, uint4 x) {
+        take(place, f16x2_power_of_two(kBias), [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_f16x2(x.x, f[pair].x), ptx::mul_f16x2(x.y, f[pair].y), ptx::mul_f16x2(x.z, f[pair].z), ptx::mul_f16x2(x.w, f[pair].w));
         });
     }

@@ -12,10 +12,16 @@ template <class C>
 __device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile splits, uint32_t cluster) {
     ring.init_barriers();
     ptx::mbarrier_init(ring.shared + C::kShareBarrierOffset, 32 * C::kScoreWarps);
-    if constexpr (C::kHasZeroColumn) ptx::mbarrier_init(ring.shared + C::kLookBarrierOffset, 32 * C::kValueWarps);
+    if constexpr (C::kHasZeroColumn) {
+        ptx::mbarrier_init(ring.shared + C::kLookBarrierOffset, 32 * C::kValueWarps);
+        ptx::mbarrier_init(ring.shared + C::kZeroRowBarrierOffset, 1);
+    }
     ptx::st_shared_u32(ring.shared + C::kClusterOffset, cluster);
-    // With a zero column there are its log-sum-exp and its units, and what has been found behind the tile.
-    expect_peers<C>(ring.shared, splits, C::kHasZeroColumn ? 8 : 0, C::kZeroUnitBytes);
+    // With a zero column there are its log-sum-exp and what has been found behind the tile, and its units.
+    expect_peers<C>(ring.shared, splits, C::kHasZeroColumn ? 8 : 0);
+    if constexpr (C::kHasZeroColumn) {
+        ptx::mbarrier_arrive_expect_tx(ring.shared + C::kZeroRowBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kZeroUnitBytes);
+    }
 }
 
 // The first slots are in registers, the tile of Q in shared memory (`is_bf16`: as bf16), the first copies have begun, all CTAs of the cluster
@@ -39,11 +45,13 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         q.take(C::kMayBeWide && is_bf16, shared, role.part, lane);
         Softmax<C> softmax;
         softmax.clear();
+        ZeroRow<C> zero_row;
         ScoreBuffer buffer;
         for (int i = 0; i < blocks; ++i) {
             feeder.ring.wait(stage);
-            if (C::kMayBeWide && q.is_bf16) compute_scores<C, C::kMayBeWide>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
-            else compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            if (C::kMayBeWide && q.is_bf16) compute_scores<C, C::kMayBeWide>(q, zero_row, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            else compute_scores<C, false>(q, zero_row, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            if (C::kHasZeroColumn && i + 1 == blocks) zero_row.store(shared_address, warp, lane);
             sync_score_warps<C>();   // the block's scores are there
             softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
             stage = stage.next<C>(), buffer = buffer.other<C>();
@@ -51,7 +59,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
         // of these is free to receive.
         const SplitsOfTile splits(p);
-        softmax.publish(shared_address, splits, warp, lane);
+        softmax.publish(shared_address, splits, blocks > 0, warp, lane);
         if (warp == 1) find_unit_places<C>(shared_address, splits, lane);
         if (C::kHasZeroColumn && warp == 0) {
             ptx::mbarrier_wait(shared_address + C::kLookBarrierOffset, 0);
@@ -123,19 +131,19 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
     const SplitsOfTile splits(p);
     const OutputTile tile = OutputTile::make<C>(p, shared_address);
     const int parts = splits.own_units<C>() * 32;
+    if constexpr (C::kHasZeroColumn) {   // while the heads' units travel
+        __syncthreads();
+        write_zero_rows<C>(p, tile, shared_address, splits);
+    }
     const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
-    __syncthreads();   // own units came by ordinary stores
+    if constexpr (!C::kHasZeroColumn) __syncthreads();   // own units came by ordinary stores
     if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, splits);
     static_assert(C::kUnits / 2 * 32 <= C::kThreads);   // of two splits or more a thread has no second part
     if constexpr (C::kHasZeroColumn) {
         for (int i = threadIdx.x + C::kThreads; i < parts; i += C::kThreads) {
             UnitPart<C>(p, tile, shared_address, splits, i).add_and_write(p, splits);
         }
-        if (tile.rows == tile.heads) return true;
-        add_zero_row<C>(shared_address, splits);
-        __syncthreads();
-        write_zero_rows<C>(p, tile, shared_address, splits);
     }
     return true;
 }

@@ -24,7 +24,7 @@ struct Config {
     // dequantize.
     static constexpr int kConsumers = 2 * kWarpgroup, kProducers = 2 * kWarpgroup;
     static constexpr int kThreads = kConsumers + kProducers;
-    static constexpr int kConsumerRegisters = 192, kProducerRegisters = 64;
+    static constexpr int kConsumerRegisters = 192, kProducerRegisters = 64, kCommonRegisters = 128;
     static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= 65536);
     static constexpr int kValueDims = Record::kDimV / 2;        // of a consumer warpgroup
     static constexpr int kKeysPerWarp = kKeys / (kProducers / 32);   // 8: four lanes a key

@@ -12,11 +12,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     const uint32_t shared = ptx::shared_address(shared_memory);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, producer = warp - C::kConsumers / 32;
     const SplitsOfTile splits(p);
-    const TileWork<C> work(p, ptx::clusterid_x());
+    const TileWork work(p, ptx::clusterid_x());
 
     // What does not depend on the kernel before: addresses and barriers.
-    SplitKeys keys = {{index_list(p.source[0], work.batch, work.row), index_list(p.source[1], work.batch, work.row), 0, 0},
-                      splits.rank, splits.rank * p.groups_per_split, 0};
+    SplitKeys keys;
+    keys.lists.find(p, work), keys.split = splits.rank, keys.first_group = splits.rank * p.groups_per_split;
     if (threadIdx.x == 0) init_barriers<C>(shared, splits);
     __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
@@ -29,14 +29,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
         KeyFinder<C>::find(p, keys, 0, slot, shared, producer, lane);
         produce_tile<C>(p, shared, keys, producer, lane);
     } else {
-        const int head = threadIdx.x;
-        float sink = 0.f;
-        if (warp < C::kHeads / 32) sink = load_sink(p, work.first_head + min(head, work.rows - 1));
         keys.load_lengths(p, work.batch);
-        consume_tile<C>(p, p.q_aligned16, shared, splits, work, keys.blocks, warp, lane, [&] {
-            if (head < C::kHeads) ptx::st_shared_f32(shared + C::kSinkOffset + 4 * head, sink);
-        });
+        TileQuery<C> query;   // behind the lengths, as the first slots should come before it
+        query.load(p, p.q_aligned16, work.query(p), work.first_head, work.rows, threadIdx.x);
+        consume_tile<C>(p, shared, splits, query, keys.blocks, warp, lane);
     }
+    merge_tile<C>(p, shared);
 }
 
 }  // namespace flash_mla::sm90::head64

@@ -1,9 +1,9 @@
 // From accumulators to results. The splits of a head tile are a cluster and merge by a reduce-scatter through distributed
 // shared memory: they tell each other their log-sum-exp, so each knows what its partial result counts, and sends it
 // weighted. Every CTA owns some units (16 dims of all heads): unit u belongs to rank u % splits. The owner adds up what it
-// got, in a fixed order, and writes it. One split alone writes from its registers.
+// got, in a fixed order, and writes it; that is the work of all its warps. One split alone writes from its registers.
 //
-// By the consumers: `thread` 0..127 of warpgroup `half`, which has dims 256 half .. + 255.
+// Consumers are `thread` 0..127 of warpgroup `half`, which has dims 256 half .. + 255.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/cluster_merge.cuh"
@@ -25,6 +25,15 @@ struct OutputTile {
         uint16_t* to = row(head) + dim;
         if (aligned4) *reinterpret_cast<uint32_t*>(to) = pair;
         else to[0] = static_cast<uint16_t>(pair), to[1] = static_cast<uint16_t>(pair >> 16);
+    }
+    // 8 dims
+    __device__ __forceinline__ void write_chunk(int head, int dim, const uint32_t (&pairs)[4]) const {
+        if (aligned16) {
+            *reinterpret_cast<uint4*>(row(head) + dim) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) write_pair(head, dim + 2 * i, pairs[i]);
+        }
     }
     // base 2, -inf without keys; to the natural logarithm, +inf without keys
     __device__ __forceinline__ void write_lse(int head, float lse2) const {
@@ -79,6 +88,12 @@ __device__ __forceinline__ void write_alone(const Accumulators<C>& out, const Ro
     }
 }
 
+// The log-sum-exp over all splits of a thread's row, base 2, when those of the other CTAs have come.
+template <class C>
+__device__ __forceinline__ float lse_of_head(uint32_t shared, SplitsOfTile splits, int thread, int r) {
+    return lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of(thread, r), splits, thread % 4);
+}
+
 // The split's log-sum-exp of every head, to every CTA of the cluster. By one warpgroup.
 template <class C>
 __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared, SplitsOfTile splits, int thread) {
@@ -112,66 +127,75 @@ __device__ __forceinline__ void send_partial(const Accumulators<C>& out, const f
     }
 }
 
-// Adds up the CTA's own units, every other one by a warpgroup, and writes them.
+// By all consumers, after the last block: the split's partial result to those who own its units. Behind it each thread has as many
+// registers as the producers.
 template <class C>
-__device__ __forceinline__ void write_units(const float (&factor)[2], const OutputTile& tile, uint32_t shared, SplitsOfTile splits,
-                                            int half, int thread) {
-    const uint32_t stride = splits.incoming_offset<C>(1, 0);
-    const int head = head_of(thread, 0), next = head_of(thread, 1), peers = splits.count - 1;
-#pragma unroll 1
-    for (int local = half; local < splits.own_units<C>(); local += 2) {
-        const uint32_t of_thread = shared + C::kIncomingOffset + 16 * thread, own = of_thread + splits.own_offset<C>(local);
-        const uint32_t incoming = of_thread + splits.incoming_offset<C>(0, local);
-        const float4 first = ptx::ld_shared_f32x4(own), second = ptx::ld_shared_f32x4(own + C::kUnitBytes / 2);
-        float x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-#pragma unroll 1
-        for (int i = 0; i < peers; i += 4) {
-            uint4 v[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                v[j] = i + j < peers ? ptx::ld_shared_v4(incoming + (i + j) * stride) : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-#pragma unroll
-                for (int k = 0; k < 4; ++k) x[2 * k] += ptx::f32_of_bf16_lo(words[k]), x[2 * k + 1] += ptx::f32_of_bf16_hi(words[k]);
-            }
-        }
-        const int dim = splits.own_unit(local) * kUnitDims + 2 * (thread % 4);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (head < tile.heads) tile.write_pair(head, dim + 8 * i, ptx::cvt_bf16x2_f32(x[4 * i] * factor[0], x[4 * i + 1] * factor[0]));
-            if (next < tile.heads) tile.write_pair(next, dim + 8 * i, ptx::cvt_bf16x2_f32(x[4 * i + 2] * factor[1], x[4 * i + 3] * factor[1]));
-        }
-    }
-}
-
-// By all consumers, after the last block.
-template <class C>
-__device__ __forceinline__ void merge(const Accumulators<C>& out, const RowSums& rows, const OutputTile& tile, uint32_t shared,
-                                      SplitsOfTile splits, int half, int thread) {
+__device__ __forceinline__ void send_to_owners(const Accumulators<C>& out, const RowSums& rows, uint32_t shared, SplitsOfTile splits, int half, int thread) {
     ptx::barrier_cluster_wait();   // all CTAs have begun
     if (half == 0) publish_lse<C>(rows, shared, splits, thread);
     else if (thread < 32) find_unit_places<C>(shared, splits, thread);
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the own one came by an ordinary store, and the places
+    __syncthreads();   // the own one came by an ordinary store, and the places
     ptx::barrier_cluster_arrive_relaxed();
     ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
-    float weight[2], factor[2];
+    float weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        // 2^(own shift - all): the split's own sum cancels.
+        const float lse = lse_of_head<C>(shared, splits, thread, r);
+        weight[r] = rows.sum[r] == 0.f ? 0.f : ptx::ex2(rows.shift[r] - lse);
+    }
+    ptx::barrier_cluster_wait();   // nobody in any CTA reads Q and the keys any more
+    send_partial<C>(out, weight, shared, half, thread);
+}
+
+// What the producers do meanwhile.
+__device__ __forceinline__ void stand_by_while_sending() {
+    ptx::barrier_cluster_wait();
+    __syncthreads();
+    ptx::barrier_cluster_arrive_relaxed();
+    ptx::barrier_cluster_wait();
+}
+
+// By all, consumers and producers: adds up the CTA's own units and writes them. A warpgroup takes every fourth unit, a warp 16 of its rows.
+template <class C>
+__device__ __forceinline__ void write_units(const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
+    const int thread = threadIdx.x % kWarpgroup, t = thread % 4;
+    ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
+    float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int head = head_of(thread, r);
-        const float lse = lse_of_splits(shared + C::kPeerLseOffset + 4 * kMaxSplits * head, splits, thread % 4);
-        // 2^(own shift - all): the split's own sum cancels.
-        weight[r] = rows.sum[r] == 0.f ? 0.f : ptx::ex2(rows.shift[r] - lse);
+        const float lse = lse_of_head<C>(shared, splits, thread, r);
         factor[r] = sink_factor(ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * head), lse);
-        if (splits.rank == 0 && half == 0 && thread % 4 == 0 && head < tile.heads) tile.write_lse(head, lse);
+        if (splits.rank == 0 && static_cast<int>(threadIdx.x) < kWarpgroup && t == 0 && head < tile.heads) tile.write_lse(head, lse);
     }
-    ptx::barrier_cluster_wait();   // in no CTA
-    send_partial<C>(out, weight, shared, half, thread);
+    const int head = head_of(thread, t / 2);   // whose dims the thread writes: 8 of them, the first or the second of a unit
+    const uint32_t stride = splits.incoming_offset<C>(1, 0), of_thread = shared + C::kIncomingOffset + 16 * thread;
+    const int peers = splits.count - 1;
     ptx::mbarrier_wait(shared + C::kPartialBarrierOffset, 0);
-    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // own units came by ordinary stores
-    write_units<C>(factor, tile, shared, splits, half, thread);
+    __syncthreads();   // own units came by ordinary stores
+#pragma unroll 1
+    for (int local = threadIdx.x / kWarpgroup; local < splits.own_units<C>(); local += C::kThreads / kWarpgroup) {
+        const uint32_t own = of_thread + splits.own_offset<C>(local), incoming = of_thread + splits.incoming_offset<C>(0, local);
+        const float4 first = ptx::ld_shared_f32x4(own), second = ptx::ld_shared_f32x4(own + C::kUnitBytes / 2);
+        float x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll 2
+        for (int i = 0; i < peers; ++i) {
+            const uint4 v = ptx::ld_shared_v4(incoming + i * stride);
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[2 * k] += ptx::f32_of_bf16_lo(words[k]), x[2 * k + 1] += ptx::f32_of_bf16_hi(words[k]);
+        }
+        // Word 2 r + i is two dims of row r, of its dims 8 i .. + 7; from the quad's lanes the thread gets all of its own.
+        uint32_t words[4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) words[2 * r + i] = ptx::cvt_bf16x2_f32(x[4 * i + 2 * r] * factor[r], x[4 * i + 2 * r + 1] * factor[r]);
+        }
+        ptx::quad_transpose(words, t);
+        if (head < tile.heads) tile.write_chunk(head, splits.own_unit(local) * kUnitDims + 8 * (t % 2), words);
+    }
 }
 
 }  // namespace flash_mla::sm90::head64

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const SplitsOfTile splits(p);
     const uint32_t cluster = ptx::clusterid_x();
-    const TileWork<C> work(p, cluster);
+    const head16::ClusterWork<Small> work(p, cluster);
     const head16::WarpRole<Small> role(warp);
 
     // What does not depend on the kernel before: addresses and barriers.
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     feeder.load_first(work.batch, !role.scores);
     const int head = threadIdx.x;
     SampleBehind<C> sample;
-    sample.load(p, q, work.rows, role.value_warp, lane);
+    sample.load(p, q, work.rows, lane);
     head16::Query<Small> small_q;
     bool is_padded;
     if (role.scores) {
@@ -54,19 +54,17 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
         float sink = 0.f;
         if (warp < C::kHeads / 32) sink = load_sink(p, work.first_head + min(head, work.rows - 1));
         feeder.count_blocks();
-        is_padded = !ptx::barrier_any(head16::kScoreBarrier, C::kConsumers, sample.has_nonzero(work.rows));
+        is_padded = !sample.has_nonzero(work.rows);
         if (is_padded) {
             head16::note_finding<Small>(q_tile.examine(q_rows, is_rope_tile, lane), shared, warp, lane);   // too wide for f16
             head16::Query<Small>::convert(q_tile, false, shared_memory, p.scale_log2, warp, lane);
             if (head < C::kHeads) ptx::st_shared_f32(shared + Small::kSinkOffset + 4 * head, sink);
             head16::sync_score_warps<Small>();
-        } else if (head < C::kHeads) {
-            ptx::st_shared_f32(shared + C::kSinkOffset + 4 * head, sink);
         }
     } else {
         feeder.count_blocks();
         feeder.find_first();
-        is_padded = !ptx::barrier_any(head16::kValueBarrier, C::kProducers, sample.has_nonzero(work.rows));
+        is_padded = !sample.has_nonzero(work.rows);
         if (is_padded) feeder.copy(0, head16::Stage());
         else KeyFinder<C>::enter(feeder.found, 0, shared, role.value_warp, lane);
     }
@@ -79,21 +77,21 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     }
     // Anew, rather than kept. (`splits` is kept all the same: ptxas spills without it.)
     const SplitsOfTile same_splits(p);
-    const TileWork<C> same(p, ptx::uniform(ptx::opaque(ptx::clusterid_x())));
-    const IndexLists lists = {index_list(p.source[0], same.batch, same.row), index_list(p.source[1], same.batch, same.row),
-                              feeder.lists.main_length, feeder.lists.extra_length};
-    const SplitKeys keys = {lists, same_splits.rank, same_splits.rank * p.groups_per_split, static_cast<int>(ptx::uniform(feeder.blocks))};
+    const TileWork same(p, ptx::uniform(ptx::opaque(ptx::clusterid_x())));
+    SplitKeys keys = {feeder.lists, same_splits.rank, same_splits.rank * p.groups_per_split, static_cast<int>(ptx::uniform(feeder.blocks))};
+    keys.lists.find(p, same);
     const int producer = ptx::opaque(warp) - C::kConsumers / 32;
     // (In this order: ptxas puts the producers' code, which is needed sooner, in front.)
     if (producer < 0) {
-        consume_tile<C>(p, true, shared, splits, same, keys.blocks, warp, lane, [&] {
-            if (is_padded && head < C::kHeads) ptx::st_shared_f32(shared + C::kSinkOffset + 4 * head, load_sink(p, same.first_head + min(head, same.rows - 1)));
-        });
+        TileQuery<C> query;
+        query.load(p, /*q_is_aligned16=*/true, same.query(p), same.first_head, same.rows, threadIdx.x);
+        consume_tile<C>(p, shared, splits, query, keys.blocks, warp, lane);
     } else {
         // If it only looked so.
         if (is_padded) KeyFinder<C>::find(p, keys, 0, KeyFinder<C>::load_slot(p, keys, 0, producer, lane), shared, producer, lane);
         produce_tile<C>(p, shared, keys, producer, lane);
     }
+    merge_tile<C>(p, shared);
 }
 
 }  // namespace flash_mla::sm90::head64

@@ -6,21 +6,27 @@
 
 namespace flash_mla::sm90::head64 {
 
-// Of each row behind the first ones of a tile a few chunks of 16 bytes, one for each lane of eight warps. -0 is zero, NaN is not.
+// Of each row behind the first ones of a tile one chunk of 16 bytes. Every warp looks at the same ones, so all decide alike and none waits for
+// another. -0 is zero, NaN is not.
 template <class C>
 struct SampleBehind {
-    static constexpr int kFirst = C::SmallTile::kHeads, kWarps = 8, kRowsOfWarp = (C::kHeads - kFirst) / kWarps;
+    static constexpr int kFirst = C::SmallTile::kHeads, kRows = C::kHeads - kFirst, kLoads = (kRows + 31) / 32;
     static constexpr int kChunksApart = C::Record::kDimQK / 8 / 32;
-    uint32_t words[4];
+    uint32_t words[kLoads][4];
 
     // `q`: the tile's first row.
-    __device__ __forceinline__ void load(const SparseDecodeParams& p, const uint16_t* q, int rows, int warp, int lane) {
-        const int row = min(kFirst + warp + lane % kRowsOfWarp * kWarps, rows - 1);
-        const uint16_t* from = q + static_cast<uint64_t>(row) * p.q_stride_h + lane * kChunksApart * 8;
-        load_bf16<4, true>(words, from);
+    __device__ __forceinline__ void load(const SparseDecodeParams& p, const uint16_t* q, int rows, int lane) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            const int row = min(kFirst + (32 * i + lane) % kRows, rows - 1);
+            load_bf16<4, true>(words[i], q + static_cast<uint64_t>(row) * p.q_stride_h + lane * kChunksApart * 8);
+        }
     }
     __device__ __forceinline__ bool has_nonzero(int rows) const {
-        return rows > kFirst && head16::is_nonzero(words[0] | words[1] | words[2] | words[3]);
+        uint32_t any = 0;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) any |= words[i][0] | words[i][1] | words[i][2] | words[i][3];
+        return rows > kFirst && ptx::uniform(__any_sync(0xffffffffu, head16::is_nonzero(any)));
     }
 };
 

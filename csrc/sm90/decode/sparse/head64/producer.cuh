@@ -26,10 +26,8 @@ struct SplitKeys {
 
     // And with them how many blocks there are.
     __device__ __forceinline__ void load_lengths(const SparseDecodeParams& p, uint32_t batch) {
-        lists.main_length = index_list_length(p.source[0], batch);
-        lists.extra_length = index_list_length(p.source[1], batch);
-        const int live = max(0, live_groups(p, split, lists.main_length, lists.extra_length));
-        blocks = static_cast<int>(ptx::uniform((live + kGroupsPerBlock - 1) / kGroupsPerBlock));
+        lists.load_lengths(p, batch);
+        blocks = static_cast<int>(ptx::uniform(lists.count_blocks(p, split, kGroupsPerBlock)));
     }
     __device__ __forceinline__ KeyPlace place(const SparseDecodeParams& p, int block, int key) const {
         return KeyPlace(p, split, first_group + kGroupsPerBlock * block + key / kKeysPerGroup, key % kKeysPerGroup);

@@ -1,50 +1,68 @@
-// Q into shared memory, once, by the consumers.
+// What the consumers load before they multiply: Q and the sinks, into shared memory.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head64/config.h"
 #include "sm90/decode/sparse/query_row.cuh"
 
 namespace flash_mla::sm90::head64 {
 
-// To a matrix [tile][64 rows][64 dims]: 16-byte chunk c of a row lies at place c ^ (row % 8).
+// Q becomes a matrix [tile][64 rows][64 dims]: 16-byte chunk c of a row lies at place c ^ (row % 8).
 //
 // Four threads a row, each two chunks of every tile, t and t + 4, of which the odd rows take t + 4 first: so 8 threads store to 8
-// different places of 16 bytes, and a thread's addresses are two of each kind and constants. Rows from `rows` on do not exist: they
-// become zeros. If rows are aligned, they are read from the last one that does, as a branch around a load would make all wait.
+// different places of 16 bytes, and a thread's addresses are two of each kind and constants. Rows that do not exist become zeros.
 template <class C>
-__device__ __forceinline__ void load_query(const uint16_t* q, uint32_t stride, int rows, bool aligned16, uint32_t shared, int thread) {
+struct TileQuery {
     static_assert(4 * C::kHeads == C::kConsumers && C::kTiles * kTileDims == C::Record::kDimQK);
-    const int row = thread / 4, chunk = thread % 4 + row % 2 * 4;   // and chunk ^ 4
-    const uint16_t* from = q + static_cast<uint64_t>(min(row, rows - 1)) * stride;
-    const uint32_t to = shared + C::kQueryOffset + row * 128 + (chunk ^ row % 8) * 16;
-    const auto load = [&](auto aligned, int tile, int i, uint32_t (&v)[4]) {
-        load_bf16<4, aligned.value>(v, from + 8 * (chunk ^ 4 * i) + tile * kTileDims);
-    };
-    const auto store = [&](int tile, int i, const uint32_t (&v)[4]) {
-        ptx::st_shared_v4((to ^ 64 * i) + tile * C::kTileBytes, v[0], v[1], v[2], v[3]);
-    };
-    if (aligned16) {
-        uint32_t v[C::kTiles][2][4];
+    const uint16_t* from;   // the thread's row of q
+    int row, chunk;         // and chunk ^ 4
+    bool exists, aligned16;
+    uint32_t chunks[C::kTiles][2][4];   // if aligned16
+    float sink;                         // of head number `thread`
+
+    // Everything is on its way behind this, and nothing has been waited for. Rows that do not exist are read from the last one that does: a
+    // branch around a load would make all wait. Rows that are not aligned are left to store().
+    __device__ __forceinline__ void load(const SparseDecodeParams& p, bool q_is_aligned16, const uint16_t* q, int first_head, int rows, int thread) {
+        row = thread / 4, chunk = thread % 4 + row % 2 * 4;
+        exists = row < rows, aligned16 = q_is_aligned16;
+        from = q + static_cast<uint64_t>(min(row, rows - 1)) * p.q_stride_h;
+        if (thread / 32 < C::kHeads / 32) sink = load_sink(p, first_head + min(thread, rows - 1));
+        if (!aligned16) return;
 #pragma unroll
-        for (int n = 0; n < 2 * C::kTiles; ++n) load(std::true_type(), n / 2, n % 2, v[n / 2][n % 2]);
-        const uint32_t exists = row < rows ? ~0u : 0u;
-#pragma unroll
-        for (int n = 0; n < 2 * C::kTiles; ++n) {
-            uint32_t (&chunk_of_row)[4] = v[n / 2][n % 2];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) chunk_of_row[i] &= exists;
-            store(n / 2, n % 2, chunk_of_row);
-        }
-    } else {
-#pragma unroll 1
-        for (int n = 0; n < 2 * C::kTiles; ++n) {
-            uint32_t v[4] = {0, 0, 0, 0};
-            if (row < rows) load(std::false_type(), n / 2, n % 2, v);
-            store(n / 2, n % 2, v);
-        }
+        for (int n = 0; n < 2 * C::kTiles; ++n) load_chunk<true>(chunks[n / 2][n % 2], n);
     }
-    ptx::fence_proxy_async();   // the matrix products read it
-}
+    __device__ __forceinline__ void store(uint32_t shared, int thread) {
+        if (aligned16) {
+            const uint32_t mask = exists ? ~0u : 0u;
+#pragma unroll
+            for (int n = 0; n < 2 * C::kTiles; ++n) {
+                uint32_t (&v)[4] = chunks[n / 2][n % 2];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[i] &= mask;
+                store_chunk(shared, v, n);
+            }
+        } else {
+#pragma unroll 1
+            for (int n = 0; n < 2 * C::kTiles; ++n) {
+                uint32_t v[4] = {0, 0, 0, 0};
+                if (exists) load_chunk<false>(v, n);
+                store_chunk(shared, v, n);
+            }
+        }
+        ptx::fence_proxy_async();   // the matrix products read it
+        if (thread < C::kHeads) ptx::st_shared_f32(shared + C::kSinkOffset + 4 * thread, sink);
+    }
+
+   private:
+    template <bool kAligned>
+    __device__ __forceinline__ void load_chunk(uint32_t (&v)[4], int n) const {
+        load_bf16<4, kAligned>(v, from + 8 * (chunk ^ 4 * (n % 2)) + n / 2 * kTileDims);
+    }
+    __device__ __forceinline__ void store_chunk(uint32_t shared, const uint32_t (&v)[4], int n) const {
+        const uint32_t to = shared + C::kQueryOffset + row * 128 + (chunk ^ row % 8) * 16;
+        ptx::st_shared_v4((to ^ 64 * (n % 2)) + n / 2 * C::kTileBytes, v[0], v[1], v[2], v[3]);
+    }
+};
 
 }  // namespace flash_mla::sm90::head64

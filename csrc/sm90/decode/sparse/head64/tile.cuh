@@ -1,30 +1,29 @@
 // A tile of 64 rows, all of which are computed: two warpgroups load and dequantize keys, two multiply.
 #pragma once
 #include "ptx/warpgroup.cuh"
-#include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/head64/merge.cuh"
 #include "sm90/decode/sparse/head64/producer.cuh"
 #include "sm90/decode/sparse/head64/query.cuh"
+#include "sm90/decode/sparse/token_heads.cuh"
 
 namespace flash_mla::sm90::head64 {
 
-// What a cluster works on: of up to 64 rows, a padded tile and its zero rows likewise.
-template <class C>
-using TileWork = head16::ClusterWork<typename C::SmallTile>;
+// What a cluster works on. Two tiles of a token are neighbours.
+struct TileWork : TokenHeads {
+    int rows;   // that exist
 
-// Where its results go.
-template <class C>
-__device__ __forceinline__ OutputTile output_tile(const SparseDecodeParams& p, const TileWork<C>& work) {
-    OutputTile tile;
-    tile.out = p.out + static_cast<uint64_t>(work.batch) * p.out_stride_b + static_cast<uint64_t>(work.row) * p.out_stride_s +
-               static_cast<uint64_t>(work.first_head) * p.out_stride_h;
-    tile.out_stride = p.out_stride_h;
-    tile.lse = p.lse + (static_cast<uint64_t>(work.batch) * p.h_q + work.first_head) * p.s_q.divisor + work.row;
-    tile.lse_stride = p.s_q.divisor;
-    tile.heads = work.rows;
-    tile.aligned16 = p.out_aligned16;
-    tile.aligned4 = p.out_aligned4;
-    return tile;
+    __device__ __forceinline__ TileWork(const SparseDecodeParams& p, uint32_t cluster)
+        : TileWork(p, cluster, /*two_tiles=*/p.h_q > kLargeTile) {}
+
+   private:
+    __device__ __forceinline__ TileWork(const SparseDecodeParams& p, uint32_t cluster, bool two_tiles)
+        : TokenHeads(p, cluster >> two_tiles, kLargeTile * (cluster & two_tiles)), rows(min(kLargeTile, p.h_q - first_head)) {}
+};
+
+// Where the CTA's results go. Worked out at the end: it costs less than registers in the loop.
+__device__ __forceinline__ OutputTile output_tile(const SparseDecodeParams& p) {
+    const TileWork work(p, ptx::uniform(ptx::opaque(ptx::clusterid_x())));
+    return {work.out(p), p.out_stride_h, work.lse(p), p.s_q.divisor, work.rows, p.out_aligned16, p.out_aligned4};
 }
 
 // By one thread, before a barrier of the CTA and before the CTA first arrives at the barrier of the cluster.
@@ -45,15 +44,17 @@ template <class C>
 __device__ __forceinline__ void produce_tile(const SparseDecodeParams& p, uint32_t shared, const SplitKeys& keys, int warp, int lane) {
     ptx::setmaxnreg_dec<C::kProducerRegisters>();
     if (keys.blocks > 0) produce<C>(p, keys, shared, warp, lane);
+    if (p.splits == 1) return;
+    stand_by_while_sending();
+    ptx::setmaxnreg_inc<C::kCommonRegisters>();
 }
 
-// By the consumers. store_sinks() puts them to shared memory, unless they are there.
-template <class C, class StoreSinks>
-__device__ __forceinline__ void consume_tile(const SparseDecodeParams& p, bool q_aligned16, uint32_t shared, SplitsOfTile splits,
-                                             const TileWork<C>& work, int blocks, int warp, int lane, StoreSinks store_sinks) {
+// By the consumers. (Q first: their registers have to wait for the producers'.)
+template <class C>
+__device__ __forceinline__ void consume_tile(const SparseDecodeParams& p, uint32_t shared, SplitsOfTile splits, TileQuery<C>& query, int blocks,
+                                             int warp, int lane) {
+    query.store(shared, threadIdx.x);
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
-    load_query<C>(work.query(p), p.q_stride_h, work.rows, q_aligned16, shared, threadIdx.x);
-    store_sinks();
     ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
 
     const int half = warp / 4, thread = threadIdx.x % kWarpgroup;
@@ -63,11 +64,18 @@ __device__ __forceinline__ void consume_tile(const SparseDecodeParams& p, bool q
     if (half == 0) score<C>(self, out, rows, blocks, p.scale_log2);
     else follow<C>(self, out, blocks);
     share_row_sums<C>(self, out, rows);
+    if (splits.count == 1) {
+        write_alone<C>(out, rows, output_tile(p), shared, half, thread);
+    } else {
+        send_to_owners<C>(out, rows, shared, splits, half, thread);
+        ptx::setmaxnreg_dec<C::kCommonRegisters>();
+    }
+}
 
-    // Anew: it costs less than registers in the loop.
-    const OutputTile tile = output_tile<C>(p, TileWork<C>(p, ptx::uniform(ptx::opaque(ptx::clusterid_x()))));
-    if (splits.count == 1) write_alone<C>(out, rows, tile, shared, half, thread);
-    else merge<C>(out, rows, tile, shared, splits, half, thread);
+// By all, behind that.
+template <class C>
+__device__ __forceinline__ void merge_tile(const SparseDecodeParams& p, uint32_t shared) {
+    if (p.splits > 1) write_units<C>(output_tile(p), shared, SplitsOfTile(p));
 }
 
 }  // namespace flash_mla::sm90::head64

@@ -76,15 +76,15 @@ inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, 
 // The same of all tiles of 64 rows, if none of them are padded.
 inline double large_tiles_us(const Plan& plan, int64_t tokens, int64_t width, int heads, int num_sms) {
     const Waves waves = waves_of(tokens * tiles_of_token(64, heads), plan.splits, num_sms);
-    const double start = (may_be_padded(heads) ? 5.92 : 4.8) + 1.92 * waves.load;
-    const double merge = plan.splits == 1 ? 0.0 : 1.66 + 0.06 * plan.splits;
-    return start + merge + waves.count * blocks_of_longest_split(width, plan) * 2.17 + (waves.count - 1) * 7.45;
+    const double start = (may_be_padded(heads) ? 6.32 : 4.74) + 1.19 * waves.load;
+    const double merge = plan.splits == 1 ? 0.0 : 1.14 + 0.096 * plan.splits;
+    return start + merge + waves.count * blocks_of_longest_split(width, plan) * 2.2 + (waves.count - 1) * 6.98;
 }
 
-// And of a tile of 64 rows a token whose rows from 16 on are zero: tiles of 16 and the zero row.
+// And of a tile of 64 rows a token whose rows from 16 on are zero: tiles of 16 and the zero row, whose 48 rows the splits share.
 inline double padded_large_tiles_us(const Plan& plan, int64_t tokens, int64_t width, int num_sms) {
     const Waves waves = waves_of(tokens, plan.splits, num_sms);
-    const double zero_row = plan.splits == 1 ? 3.82 : 1.32 + 0.44 * waves.load;
+    const double zero_row = 0.28 * waves.load + (plan.splits == 1 ? 2.88 : 0.12 + 2.37 / plan.splits);
     return small_tiles_us({16, plan.splits, 64}, tokens, width, num_sms) + zero_row + waves.count * blocks_of_longest_split(width, plan) * 0.32;
 }
 

@@ -141,6 +141,11 @@ __device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
+// Atomically.
+__device__ __forceinline__ void or_shared_u32(uint32_t address, uint32_t v) {
+    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_f32(uint32_t address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }

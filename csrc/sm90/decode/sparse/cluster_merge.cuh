@@ -38,14 +38,14 @@ struct SplitsOfTile {
     }
 };
 
-// By one thread, before the CTA first arrives at the barrier of the cluster. From each peer, besides log-sum-exps of C::kHeads heads
-// and units: `more_bytes` with those.
+// By one thread, before the CTA first arrives at the barrier of the cluster. From each peer: log-sum-exps of C::kLseRows rows, and units. And
+// arrivals of the CTA's own threads, behind ordinary stores of what is its own.
 template <class C>
-__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits, int more_bytes = 0) {
-    ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1);
-    ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1);
+__device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile splits) {
+    ptx::mbarrier_init(shared + C::kLseBarrierOffset, 1 + C::kLseArrivals);
+    ptx::mbarrier_init(shared + C::kPartialBarrierOffset, 1 + C::kPartialArrivals);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * (C::kHeads * 4 + more_bytes));
+    ptx::mbarrier_arrive_expect_tx(shared + C::kLseBarrierOffset, (splits.count - 1) * C::kLseRows * 4);
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.kSentUnitBytes<C>);
 }
 

@@ -75,6 +75,7 @@ struct Config {
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
     static constexpr bool kSendsBf16 = kHeadGroups == 2;   // see send_partial
+    static constexpr int kLseArrivals = 0, kPartialArrivals = 32 * kValueWarps;   // see expect_peers; a warp reads its own log-sum-exps itself
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
@@ -100,9 +101,8 @@ struct Config {
     static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
     static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8, kZeroRowBarrierOffset = kLookBarrierOffset + 8;   // with a zero column
     static_assert((kHasZeroColumn ? kZeroRowBarrierOffset : kShareBarrierOffset) + 8 == kBarriersOffset + kBarrierBytes);
-    static constexpr int kFindingsOffset = kHasZeroColumn ? 0 : kBarrierBytes;          // [warp], see zero_rows.cuh
-    static constexpr int kPeerFindingsOffset = kFindingsOffset + (kHasZeroColumn ? 4 * kWarps : 0);   // [split]
-    static constexpr int kClusterOffset = kPeerFindingsOffset + (kHasZeroColumn ? 4 * kMaxSplits : 0);
+    static constexpr int kRejectedOffset = kHasZeroColumn ? 0 : kBarrierBytes;   // a flag, see zero_rows.cuh
+    static constexpr int kClusterOffset = kRejectedOffset + (kHasZeroColumn ? 4 : 0);
     static constexpr int kRingOffset = (kClusterOffset + 4 + 127) / 128 * 128;
     static constexpr int kScoreOffset = kRingOffset + kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
@@ -119,8 +119,7 @@ struct Config {
     static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
     static_assert(kShareOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kShareOffset + (kLseRows + 3) / 4 * 16;   // [head][split]
-    static constexpr int kZeroSumOffset = kPeerLseOffset + kLseRows * kMaxSplits * 4;   // [score warp], see ZeroRow
-    static constexpr int kSinkOffset = kZeroSumOffset + (kHasZeroColumn ? 4 * kScoreWarps : 0);   // [row], base 2
+    static constexpr int kSinkOffset = kPeerLseOffset + kLseRows * kMaxSplits * 4;   // [row], base 2
     static constexpr int kUnitPlacesOffset = (kSinkOffset + 4 * kMaxRows + 7) / 8 * 8;                // [unit], of the own partial result
     static constexpr int kDataEnd = kUnitPlacesOffset + 8 * kUnits, kSharedBytes = kHasZeroColumn ? kMaxSharedBytes : kDataEnd;
     static_assert(!kHasZeroColumn || kDataEnd <= kBarriersOffset);

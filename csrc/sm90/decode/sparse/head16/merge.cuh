@@ -33,21 +33,23 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     const float lse = softmax.merge(shared, splits, warp, lane);
     const int head = softmax.head_of_lane(warp, lane);
     const bool has_head = softmax.is_first_of_head(lane);
-    const uint32_t sink_at = shared + C::kSinkOffset + 4 * head;
-    if (has_head) ptx::st_shared_f32(sink_at, sink_factor(ptx::ld_shared_f32(sink_at), lse));
-    // A row behind the tile, if there is a zero row: a thread each.
-    const int row = C::kHeads + threadIdx.x;
-    float zero_lse = 0.f;
-    if constexpr (C::kHasZeroColumn) {
-        zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
+    const auto replace_sink = [&](int row, float lse_of_row) {
         const uint32_t at = shared + C::kSinkOffset + 4 * row;
-        if (row < C::kMaxRows) ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), zero_lse));   // of rows that do not exist, of anything
-    }
+        ptx::st_shared_f32(at, sink_factor(ptx::ld_shared_f32(at), lse_of_row));
+    };
+    if (has_head) replace_sink(head, lse);
     ptx::mbarrier_arrive(shared + C::kShareBarrierOffset);   // the value warps wait for that
-    if (splits.rank != 0) return;
     const OutputTile tile = OutputTile::make<C>(p, shared);
-    if (C::kHasZeroColumn && row < tile.rows) tile.lse[row * static_cast<uint64_t>(p.s_q.divisor)] = zero_lse * 0.69314718f;
-    if (has_head && head < tile.heads) tile.lse[head * static_cast<uint64_t>(p.s_q.divisor)] = lse * 0.69314718f;
+    const auto write_lse = [&](int row, float lse_of_row) { tile.lse[row * static_cast<uint64_t>(p.s_q.divisor)] = lse_of_row * 0.69314718f; };
+    if (splits.rank == 0 && has_head && head < tile.heads) write_lse(head, lse);
+    if (C::kHasZeroColumn && warp == 0) {
+        const float zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
+        for (int row = C::kHeads + lane; row < tile.rows; row += 32) {
+            replace_sink(row, zero_lse);
+            if (splits.rank == 0) write_lse(row, zero_lse);
+        }
+        ptx::mbarrier_arrive(shared + C::kZeroRowBarrierOffset);   // who writes the rows waits for that
+    }
 }
 
 // What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
@@ -105,6 +107,7 @@ __device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc,
     } else {
         ptx::st_async(in_owner, float2{x[0], x[1]}, barrier);
     }
+    ptx::mbarrier_arrive(shared + C::kZeroRowBarrierOffset);
 }
 
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane stores 16 bytes a unit and head group, two dims of its heads, or, to
@@ -133,6 +136,7 @@ __device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const Wa
             ptx::st_async(at, v[0], place.barrier);
         }
     }
+    ptx::mbarrier_arrive(shared + C::kPartialBarrierOffset);
 }
 
 template <class C>
@@ -241,8 +245,7 @@ struct UnitPart {
 };
 
 // Adds up the CTA's own units of the zero row, and writes them to the rows behind the tile, each with its own sink. With units for at most
-// half of the warps that is the work of those that have none of the heads', else of all. Behind a barrier of the CTA, as the own part
-// came by ordinary stores.
+// three quarters of the warps that is the work of those that have none of the heads', else of all.
 template <class C>
 __device__ __forceinline__ void write_zero_rows(const SparseDecodeParams& p, const OutputTile& tile, uint32_t shared, SplitsOfTile splits) {
     const int units = splits.own_units<C>(), first = 4 * units <= 3 * C::kWarps ? 32 * units : 0;

@@ -49,9 +49,8 @@ struct QueryTile {
         });
     }
 
-    // Before anything else. Returns whether the lane's share is too wide: some head spans more than f16 can hold. Beside a zero row, also if
-    // the first head holds an infinity or NaN, see ZeroScore. Positive bf16 order like integers; for the least, zeros become 0xffff and
-    // the others their magnitude minus 1.
+    // Before anything else. Returns whether the lane's share is too wide: some head spans more than f16 can hold. Positive bf16 order like
+    // integers; for the least, zeros become 0xffff and the others their magnitude minus 1.
     __device__ __forceinline__ bool examine(const QueryRows& rows, bool is_rope, int lane) {
         const int g = lane / 4;
         bool too_wide = false;
@@ -71,7 +70,6 @@ struct QueryTile {
             const int least_exponent = static_cast<int>(min(least & 0xffffu, least >> 16) + 1) >> 7;
             const bool is_finite = exponent[n] != 255;   // what else is in a head that is not, does not matter
             too_wide |= !is_rope && is_finite && least_exponent < exponent[n] - 31;
-            if (C::kHasZeroColumn && n == 0) too_wide |= g == 0 && !is_finite;
         }
         return too_wide;
     }

@@ -1,11 +1,11 @@
 // Keys in the ring to scores.
 #pragma once
+#include <cmath>
 #include <type_traits>
 
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
-#include "ptx/reduce.cuh"
 #include "sm90/decode/sparse/head16/query.cuh"
 #include "sm90/decode/sparse/head16/ring.cuh"
 
@@ -91,59 +91,11 @@ struct Product {
     }
 };
 
-// What the zero row's scores of an octet are, columns 2t and 2t + 1: 0, unless an infinity or NaN of the key makes NaN of it. So 0 is
-// multiplied by everything that a score comes from. In lanes g = 0.
-template <class C>
-struct ZeroScore {
-    float x[2] = {};
-
-    // A tile in f16. The first head is finite (else the tile will be given up), and so are its products with finite keys.
-    __device__ __forceinline__ void meet(const Product<C>& product) { meet(product.at(0, 0), product.at(0, 1)); }
-    __device__ __forceinline__ void meet(float2 scales) { meet(scales.x, scales.y); }
-    // In bf16, where products may leave fp32's range: one with zeros instead.
-    template <int kWords>
-    __device__ __forceinline__ void meet_bf16(const uint32_t* k) {
-        if constexpr (!C::kHasZeroColumn) return;
-        const uint32_t zeros[4] = {};
-        float d[4] = {};
-#pragma unroll
-        for (int i = 0; i < kWords; i += 2) {
-            const uint32_t b[2] = {k[i], k[i + 1]};
-            ptx::mma_m16n8k16<true>(d, zeros, b);
-        }
-        meet(d[0], d[1]);
-    }
-
-   private:
-    __device__ __forceinline__ void meet(float a, float b) {
-        if constexpr (C::kHasZeroColumn) x[0] = fmaf(a, 0.f, x[0]), x[1] = fmaf(b, 0.f, x[1]);
-    }
-};
-
-// The zero row's softmax. Its scores are 0, so every key weighs 1, and the sum of the weights is the number of keys, or NaN if a score is.
-// The first part of the dims counts; of the second only NaN does.
-template <class C>
-struct ZeroRow {
-    float sum = 0.f;   // of this lane's keys
-
-    __device__ __forceinline__ void add(const ZeroScore<C>& score, float2 mask, int part) {
-        const float weight = part == 0 ? 1.f : 0.f;
-        if constexpr (C::kHasZeroColumn) sum += (mask.x < 0.f ? 0.f : weight + score.x[0]) + (mask.y < 0.f ? 0.f : weight + score.x[1]);
-    }
-    // To shared memory, behind the last block's scores; and, behind a barrier, the sum over all warps in every lane.
-    __device__ __forceinline__ void store(uint32_t shared, int warp, int lane) const {
-        const float of_warp = ptx::warp_sum(lane < 4 ? sum : 0.f);
-        if (lane == 0) ptx::st_shared_f32(shared + C::kZeroSumOffset + 4 * warp, of_warp);
-    }
-    __device__ __forceinline__ static float total(uint32_t shared, int lane) {
-        return ptx::warp_sum(lane < C::kScoreWarps ? ptx::ld_shared_f32(shared + C::kZeroSumOffset + 4 * lane) : 0.f);
-    }
-};
-
-// Scores of the warp's keys over the dims of `part`, and their scales, to shared memory; the zero row's, if there is one, into its sum.
+// Scores of the warp's keys over the dims of `part`, and their scales, to shared memory. Returns whether those of the first head, which some
+// lanes have, are numbers: then the zero row's are 0, as there is no infinity or NaN in the keys that 0 could not be multiplied by.
 template <class C, bool kQueryIsBf16>
-__device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& zero_row, float scale_log2, const ScoreAddresses<C>& at,
-                                               Stage stage, ScoreBuffer buffer, int part, int lane) {
+__device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at, Stage stage, ScoreBuffer buffer,
+                                               int part, int lane) {
     const int t = lane % 4;
     const bool rope_last = last_tile_is_rope<C>(part);
     constexpr int kOctetRows = 8 * C::kRowPitch, kOctetColumnBytes = 32;   // bytes from octet to octet
@@ -171,7 +123,6 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& ze
 
     // Tile by tile; a tile's products are used while the next one's are on their way.
     float s[C::kOctets][C::kHeadGroups][2] = {};   // heads g + 8 n, columns 2t and 2t + 1
-    ZeroScore<C> zero[C::kOctets];
     Product<C> product[2][C::kOctets];
     auto multiply_tile = [&](int j) {
         uint32_t pairs[C::kOctets][8];
@@ -182,10 +133,6 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& ze
             for (int f = 0; f < C::kFragmentsPerTile; ++f) {
 #pragma unroll
                 for (int o = 0; o < C::kOctets; ++o) product[j % 2][o].template add<is_bf16.value>(q.fragment[j][f], pairs[o] + 8 / C::kFragmentsPerTile * f);
-            }
-            if constexpr (is_bf16.value) {
-#pragma unroll
-                for (int o = 0; o < C::kOctets; ++o) zero[o].template meet_bf16<8>(pairs[o]);
             }
         };
         if (j == C::kTilesPerPart - 1 && rope_last) {
@@ -220,8 +167,6 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& ze
                 s[o][n][0] = fmaf(product[j % 2][o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
                 s[o][n][1] = fmaf(product[j % 2][o].at(n, 1) * q.unscale[j][n], scale.y, s[o][n][1]);
             }
-            zero[o].meet(scale);
-            if (!(rope_last && j == C::kTilesPerPart - 1)) zero[o].meet(product[j % 2][o]);
         }
     };
     multiply_tile(0);
@@ -241,6 +186,7 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& ze
     }
     add_tile(C::kTilesPerPart - 1);
 
+    bool are_numbers = true;
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if constexpr (C::kRopeWords > 0) {
@@ -254,7 +200,6 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& ze
 #pragma unroll
                 for (int i = 0; i < 2; ++i) s[o][n][i] = fmaf(rope.at(n, i), scale_log2, s[o][n][i]);
             }
-            zero[o].template meet_bf16<C::kRopeWords>(pairs);
         }
         const float2 mask = ptx::ld_shared_f32x2(at.mask + stage.mask<C>() + o * kOctetColumnBytes);
 #pragma unroll
@@ -262,8 +207,9 @@ __device__ __forceinline__ void compute_scores(const Query<C>& q, ZeroRow<C>& ze
             const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
             ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
         }
-        zero_row.add(zero[o], mask, part);
+        are_numbers &= (mask.x < 0.f || fabsf(s[o][0][0]) < INFINITY) && (mask.y < 0.f || fabsf(s[o][0][1]) < INFINITY);
     }
+    return are_numbers || lane >= 4;
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -56,17 +56,19 @@ struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;
     float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
     float exponent, least;                              // the row's largest; the least of those that the lane has seen
+    int keys;                                           // all, in warp 0, if there is a zero row: every key weighs 1 there
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
-        exponent = -FLT_MAX, least = FLT_MAX;
+        exponent = -FLT_MAX, least = FLT_MAX, keys = 0;
     }
 
     // Behind a barrier of the score warps, behind the block's scores.
     __device__ __forceinline__ void hand_over(uint32_t shared, Stage stage, ScoreBuffer buffer, bool first, int warp, int lane) {
         const uint32_t place = weight_place<C>(shared, stage);
+        if (C::kHasZeroColumn && warp == 0) count_keys(shared, stage, lane);
         // Before the first block there is nothing to rescale.
         bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
         const int row = C::kScoreWarps - 1 - warp;
@@ -76,8 +78,8 @@ struct Softmax {
     }
 
     // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen after its next
-    // barrier. By half a warp a head, a lane a split; by warp 0 also the zero row's, if there have been blocks.
-    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, bool any_block, int warp, int lane) {
+    // barrier. By half a warp a head, a lane a split. By warp 0 also the zero row's, which says too whether the tile `is_rejected`.
+    __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, bool is_rejected, int warp, int lane) {
         const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
 #pragma unroll
@@ -87,16 +89,15 @@ struct Softmax {
         const bool sends = split < splits.count;
         if (sends && (second || lane < kMaxSplits)) send_lse<C>(own_lse, warp + (second ? C::kScoreWarps : 0), shared, splits, split);
         if (C::kHasZeroColumn && warp == 0) {
-            const float total = any_block ? ZeroRow<C>::total(shared, lane) : 0.f;
-            if (head_of_lane(warp, lane) == C::kHeads) set_own(total, 0.f);
-            const float lse = __shfl_sync(0xffffffffu, own_lse, kZeroLane);
-            if (sends && lane < kMaxSplits) send_lse<C>(lse, C::kHeads, shared, splits, split);
+            const float total = static_cast<float>(keys), lse = lse_of(total, 0.f);
+            if (sends && lane < kMaxSplits) send_lse<C>(is_rejected ? INFINITY : lse, C::kHeads, shared, splits, split);
+            if (head_of_lane(warp, lane) == C::kHeads) own_total = total, own_lse = lse;
         }
         __syncwarp();
     }
 
     // When those of the other CTAs have come: what this split's results count in those of all splits, to shared memory, and the
-    // log-sum-exp over all, base 2, +inf without keys. Of the lane's head; what the zero row counts is only warp 0's to tell.
+    // log-sum-exp over all, base 2, +inf without keys. Of the lane's head.
     __device__ __forceinline__ float merge(uint32_t shared, SplitsOfTile splits, int warp, int lane) const {
         const uint32_t of_head = shared + C::kPeerLseOffset + 4 * kMaxSplits * head_of_lane(warp, lane);
         constexpr int kFours = kMaxSplits / 4;
@@ -124,10 +125,10 @@ struct Softmax {
         }
         return total == 0.f ? INFINITY : largest + ptx::lg2(total);
     }
-    // Half a warp has a head; where there is a zero row, a quarter of it has that.
+    // Half a warp has a head; where there is a zero row, a quarter of warp 0 has that.
     static constexpr int kZeroLane = 8;
     __device__ __forceinline__ static int head_of_lane(int warp, int lane) {
-        if (C::kHasZeroColumn && lane / kZeroLane == 1) return C::kHeads;
+        if (C::kHasZeroColumn && warp == 0 && lane / kZeroLane == 1) return C::kHeads;
         return warp + (C::kOwnHeads == 2 ? lane / kMaxSplits * C::kScoreWarps : 0);
     }
     __device__ __forceinline__ static bool is_first_of_head(int lane) { return lane == 0 || (C::kOwnHeads == 2 && lane == kMaxSplits); }
@@ -135,7 +136,17 @@ struct Softmax {
    private:
     float own_total, own_lse;   // of this split, of the lane's head
     __device__ __forceinline__ void set_own(float total, float reference) {
-        own_total = total, own_lse = total == 0.f ? -INFINITY : reference + ptx::lg2(total);   // -inf: no key
+        own_total = total, own_lse = lse_of(total, reference);
+    }
+    __device__ __forceinline__ static float lse_of(float total, float reference) {
+        return total == 0.f ? -INFINITY : reference + ptx::lg2(total);   // -inf: no key
+    }
+    __device__ __forceinline__ void count_keys(uint32_t shared, Stage stage, int lane) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+            const float mask = ptx::ld_shared_f32(shared + C::kMaskOffset + stage.mask<C>() + 4 * (lane + 32 * k));
+            keys += __popc(__ballot_sync(0xffffffffu, mask == 0.f));
+        }
     }
 
     static_assert(kMaxSplits == 16);

@@ -14,11 +14,11 @@ __device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile 
     ptx::mbarrier_init(ring.shared + C::kShareBarrierOffset, 32 * C::kScoreWarps);
     if constexpr (C::kHasZeroColumn) {
         ptx::mbarrier_init(ring.shared + C::kLookBarrierOffset, 32 * C::kValueWarps);
-        ptx::mbarrier_init(ring.shared + C::kZeroRowBarrierOffset, 1);
+        ptx::mbarrier_init(ring.shared + C::kZeroRowBarrierOffset, 1 + C::kPartialArrivals + 32);
+        ptx::st_shared_u32(ring.shared + C::kRejectedOffset, 0);
     }
     ptx::st_shared_u32(ring.shared + C::kClusterOffset, cluster);
-    // With a zero column there are its log-sum-exp and what has been found behind the tile, and its units.
-    expect_peers<C>(ring.shared, splits, C::kHasZeroColumn ? 8 : 0);
+    expect_peers<C>(ring.shared, splits);
     if constexpr (C::kHasZeroColumn) {
         ptx::mbarrier_arrive_expect_tx(ring.shared + C::kZeroRowBarrierOffset, (splits.count - 1) * splits.own_units<C>() * C::kZeroUnitBytes);
     }
@@ -27,9 +27,9 @@ __device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile 
 // The first slots are in registers, the tile of Q in shared memory (`is_bf16`: as bf16), the first copies have begun, all CTAs of the cluster
 // too, and the value warps have given registers up.
 //
-// With a zero column it may turn out that rows behind the tile are not zero, or that the tile's own are none for f16. Then no result
-// is sent or written, and false is returned: each thread has its registers again, and all CTAs of the cluster have multiplied their last
-// block. Whoever overwrites what is in shared memory waits for the others of the CTA before.
+// With a zero column the tile may be rejected (zero_rows.cuh). Then no result is sent or written, and false is returned: each thread has its
+// registers again, and all CTAs of the cluster have multiplied their last block. Whoever overwrites what is in shared memory waits for the
+// others of the CTA before.
 template <class C>
 __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* shared, const ClusterWork<C>& work,
                                             const WarpRole<C>& role, KeyFeeder<C>& feeder, Query<C>& q, bool is_bf16, int warp, int lane) {
@@ -45,13 +45,13 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         q.take(C::kMayBeWide && is_bf16, shared, role.part, lane);
         Softmax<C> softmax;
         softmax.clear();
-        ZeroRow<C> zero_row;
         ScoreBuffer buffer;
         for (int i = 0; i < blocks; ++i) {
             feeder.ring.wait(stage);
-            if (C::kMayBeWide && q.is_bf16) compute_scores<C, C::kMayBeWide>(q, zero_row, p.scale_log2, score_at, stage, buffer, role.part, lane);
-            else compute_scores<C, false>(q, zero_row, p.scale_log2, score_at, stage, buffer, role.part, lane);
-            if (C::kHasZeroColumn && i + 1 == blocks) zero_row.store(shared_address, warp, lane);
+            bool are_numbers;
+            if (C::kMayBeWide && q.is_bf16) are_numbers = compute_scores<C, C::kMayBeWide>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            else are_numbers = compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            if (C::kHasZeroColumn && !are_numbers) reject<C>(shared_address);
             sync_score_warps<C>();   // the block's scores are there
             softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
             stage = stage.next<C>(), buffer = buffer.other<C>();
@@ -59,16 +59,16 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
         // of these is free to receive.
         const SplitsOfTile splits(p);
-        softmax.publish(shared_address, splits, blocks > 0, warp, lane);
-        if (warp == 1) find_unit_places<C>(shared_address, splits, lane);
-        if (C::kHasZeroColumn && warp == 0) {
+        bool is_rejected = false;
+        if constexpr (C::kHasZeroColumn) {
             ptx::mbarrier_wait(shared_address + C::kLookBarrierOffset, 0);
-            publish_findings<C>(shared_address, splits, lane);
+            is_rejected = is_rejected_here<C>(shared_address);
         }
+        softmax.publish(shared_address, splits, is_rejected, warp, lane);
+        if (warp == 1) find_unit_places<C>(shared_address, splits, lane);
         ptx::barrier_cluster_arrive_relaxed();
-        if constexpr (C::kHasZeroColumn) sync_score_warps<C>();   // the own findings, and the zero row's own log-sum-exp
         ptx::mbarrier_wait(shared_address + C::kLseBarrierOffset, 0);
-        if (C::kHasZeroColumn && any_finding<C>(p, shared_address, lane)) {
+        if (C::kHasZeroColumn && is_rejected_anywhere<C>(shared_address, splits, lane)) {
             ptx::mbarrier_arrive(shared_address + C::kShareBarrierOffset);
             ptx::barrier_cluster_wait();
             ptx::setmaxnreg_dec<128>();
@@ -86,7 +86,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             feeder.load_next_slots(C::kBlocksPerRound);
         };
         if constexpr (C::kHasZeroColumn) {   // and meanwhile the rows behind the tile travel
-            note_finding<C>(search_rows<C>(p, work, role.value_warp, lane, copy_ahead), shared_address, warp, lane);
+            if (search_rows<C>(p, work, role.value_warp, lane, copy_ahead)) reject<C>(shared_address);
             ptx::mbarrier_arrive(shared_address + C::kLookBarrierOffset);
         } else {
             copy_ahead();
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         }
         ptx::barrier_cluster_arrive_relaxed();
         ptx::mbarrier_wait(shared_address + C::kShareBarrierOffset, 0);   // what the split counts, and the sinks' factors
-        if (C::kHasZeroColumn && any_finding<C>(p, shared_address, lane)) {
+        if (C::kHasZeroColumn && is_rejected_anywhere<C>(shared_address, SplitsOfTile(p), lane)) {
             ptx::barrier_cluster_wait();
             ptx::setmaxnreg_inc<128>();
             return false;
@@ -131,13 +131,9 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
     const SplitsOfTile splits(p);
     const OutputTile tile = OutputTile::make<C>(p, shared_address);
     const int parts = splits.own_units<C>() * 32;
-    if constexpr (C::kHasZeroColumn) {   // while the heads' units travel
-        __syncthreads();
-        write_zero_rows<C>(p, tile, shared_address, splits);
-    }
+    if constexpr (C::kHasZeroColumn) write_zero_rows<C>(p, tile, shared_address, splits);   // while the heads' units travel
     const UnitPart<C> part(p, tile, shared_address, splits, threadIdx.x);
     ptx::mbarrier_wait(shared_address + C::kPartialBarrierOffset, 0);
-    if constexpr (!C::kHasZeroColumn) __syncthreads();   // own units came by ordinary stores
     if (static_cast<int>(threadIdx.x) < parts) part.add_and_write(p, splits);
     static_assert(C::kUnits / 2 * 32 <= C::kThreads);   // of two splits or more a thread has no second part
     if constexpr (C::kHasZeroColumn) {

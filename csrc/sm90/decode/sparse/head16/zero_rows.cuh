@@ -1,20 +1,32 @@
 // Whether the rows of q behind a tile with a zero column are all zero. -0 is zero, NaN is not.
 //
 // The tile is one of 16 rows that began because it looked so (head64/padded_kernel.cuh). Its value warps look at every element of the rows
-// behind, shared among all splits, while they wait for their first weights, and what they find goes round with the log-sum-exps, before
-// any result is sent or written.
+// behind, shared among all splits, while they wait for their first weights. It may also turn out that the tile's own rows are none for f16,
+// or that the zero row cannot be told from the first head, as there is a NaN or an infinity. Whatever a CTA finds goes round with the
+// log-sum-exps, before any result is sent or written.
 #pragma once
+#include <cmath>
+
 #include "ptx/cluster.cuh"
+#include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/query.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"
 
 namespace flash_mla::sm90::head16 {
 
-// What a warp has found against the tile, to shared memory.
+// By whatever lane finds something against the tile. Seen after a barrier.
 template <class C>
-__device__ __forceinline__ void note_finding(bool found, uint32_t shared, int warp, int lane) {
-    found = __any_sync(0xffffffffu, found);
-    if (lane == 0) ptx::st_shared_u32(shared + C::kFindingsOffset + 4 * warp, found);
+__device__ __forceinline__ void reject(uint32_t shared) { ptx::or_shared_u32(shared + C::kRejectedOffset, 1); }
+
+template <class C>
+__device__ __forceinline__ bool is_rejected_here(uint32_t shared) { return ptx::ld_shared_u32(shared + C::kRejectedOffset) != 0; }
+
+// When the log-sum-exps of all splits are there, of which the zero row's says so: whether any CTA of the cluster has rejected the tile.
+template <class C>
+__device__ __forceinline__ bool is_rejected_anywhere(uint32_t shared, SplitsOfTile splits, int lane) {
+    const bool is_peer = lane < splits.count && lane != splits.rank;
+    const float lse = is_peer ? ptx::ld_shared_f32(shared + C::kPeerLseOffset + 4 * (C::kHeads * kMaxSplits + lane)) : 0.f;
+    return __any_sync(0xffffffffu, is_rejected_here<C>(shared) || lse == INFINITY);
 }
 
 // Whether there are nonzeros in work.rows - kHeads rows, which the value warps of all splits share. Calls meanwhile() once, while loads
@@ -46,22 +58,6 @@ __device__ __forceinline__ bool search_rows(const SparseDecodeParams& p, const C
         }
     }
     return is_nonzero(any);
-}
-
-// What the warps of this CTA have found, to every CTA of the cluster, by one warp; counts towards the LSE barrier.
-template <class C>
-__device__ __forceinline__ void publish_findings(uint32_t shared, SplitsOfTile splits, int lane) {
-    const uint32_t of_warp = lane < C::kWarps ? ptx::ld_shared_u32(shared + C::kFindingsOffset + 4 * lane) : 0;
-    const uint32_t found = __reduce_or_sync(0xffffffffu, of_warp), at = shared + C::kPeerFindingsOffset + 4 * splits.rank;
-    if (lane == splits.rank) ptx::st_shared_u32(at, found);
-    else if (lane < splits.count) ptx::st_async(ptx::mapa(at, lane), __uint_as_float(found), ptx::mapa(shared + C::kLseBarrierOffset, lane));
-}
-
-// When those of all splits are there.
-template <class C>
-__device__ __forceinline__ bool any_finding(const SparseDecodeParams& p, uint32_t shared, int lane) {
-    const uint32_t of_split = lane < p.splits ? ptx::ld_shared_u32(shared + C::kPeerFindingsOffset + 4 * lane) : 0;
-    return __reduce_or_sync(0xffffffffu, of_split) != 0;
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -16,7 +16,7 @@ struct Config {
     using Record = Record_;
     // What a tile is if the rows behind those of this one are zero.
     using SmallTile = head16::Config<Record, 2, 16 * kGroupsPerBlock, true>;
-    static constexpr int kHeads = kLargeTile;
+    static constexpr int kHeads = kLargeTile, kLseRows = kHeads;
     static constexpr int kKeyGroups = kGroupsPerBlock;
     static constexpr int kKeys = kKeyGroups * kKeysPerGroup;   // of a block
 
@@ -75,6 +75,7 @@ struct Config {
     static_assert(8 * kUnits <= kStages * kHeads * 4);
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
     static constexpr bool kSendsBf16 = true;
+    static constexpr int kLseArrivals = kWarpgroup, kPartialArrivals = kConsumers;   // see expect_peers
     static_assert(kUnits == 32 && incoming_bytes(kUnitBytes, kSendsBf16) <= kFactorOffset);
     // Of one split alone: rows of bf16 on their way out, per consumer warpgroup; padded so that 8 rows lie in different banks.
     static constexpr int kOutPitch = kValueDims * 2 + 16;

@@ -104,6 +104,7 @@ __device__ __forceinline__ void publish_lse(const RowSums& rows, uint32_t shared
 #pragma unroll 1
         for (int peer = t; peer < splits.count; peer += 4) send_lse<C>(lse, head_of(thread, r), shared, splits, peer);
     }
+    ptx::mbarrier_arrive(shared + C::kLseBarrierOffset);
 }
 
 // Where a thread's share of a unit lies: two dims of its two rows, and the same 8 dims on, in the order of the accumulators. From a peer
@@ -125,6 +126,7 @@ __device__ __forceinline__ void send_partial(const Accumulators<C>& out, const f
             ptx::st_async(at, make_float4(pair(0), pair(2), pair(4), pair(6)), place.barrier);
         }
     }
+    ptx::mbarrier_arrive(shared + C::kPartialBarrierOffset);
 }
 
 // By all consumers, after the last block: the split's partial result to those who own its units. Behind it each thread has as many
@@ -134,7 +136,7 @@ __device__ __forceinline__ void send_to_owners(const Accumulators<C>& out, const
     ptx::barrier_cluster_wait();   // all CTAs have begun
     if (half == 0) publish_lse<C>(rows, shared, splits, thread);
     else if (thread < 32) find_unit_places<C>(shared, splits, thread);
-    __syncthreads();   // the own one came by an ordinary store, and the places
+    ptx::barrier_sync(kConsumerBarrier, C::kConsumers);   // the places
     ptx::barrier_cluster_arrive_relaxed();
     ptx::mbarrier_wait(shared + C::kLseBarrierOffset, 0);
     float weight[2];
@@ -151,7 +153,6 @@ __device__ __forceinline__ void send_to_owners(const Accumulators<C>& out, const
 // What the producers do meanwhile.
 __device__ __forceinline__ void stand_by_while_sending() {
     ptx::barrier_cluster_wait();
-    __syncthreads();
     ptx::barrier_cluster_arrive_relaxed();
     ptx::barrier_cluster_wait();
 }
@@ -173,7 +174,6 @@ __device__ __forceinline__ void write_units(const OutputTile& tile, uint32_t sha
     const uint32_t stride = splits.incoming_offset<C>(1, 0), of_thread = shared + C::kIncomingOffset + 16 * thread;
     const int peers = splits.count - 1;
     ptx::mbarrier_wait(shared + C::kPartialBarrierOffset, 0);
-    __syncthreads();   // own units came by ordinary stores
 #pragma unroll 1
     for (int local = threadIdx.x / kWarpgroup; local < splits.own_units<C>(); local += C::kThreads / kWarpgroup) {
         const uint32_t own = of_thread + splits.own_offset<C>(local), incoming = of_thread + splits.incoming_offset<C>(0, local);

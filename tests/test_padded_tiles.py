@@ -28,7 +28,7 @@ PADDED = {
     "all zero": rows((0, 64)),
     "only the 16th real": rows((0, 15), (16, 64)),
 }
-SPLITS = [1, 2, 3, 4, 7, 16]
+SPLITS = range(1, 17)
 
 
 def forced(head_tile, splits):
@@ -204,6 +204,42 @@ def test_nan_byte_in_a_key(record, dim, splits, device):
     assert out[[0, 2]].isfinite().all() and lse[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("splits, topk", [(1, 2048), (3, 2048), (16, 600), (16, 64)])
+@pytest.mark.parametrize("where", [0, 0.5, 1], ids=["first", "middle", "last"])
+def test_nan_in_one_key_of_many(record, splits, topk, where, device):
+    """Of any block of any split, also if the others have other blocks before and behind, or none at all."""
+    case = make_case(2, 1, 64, topk, record=record, device=device, sinks=True)
+    case.q[:, :, 16:] = 0
+    half = kv_cache.num_slots(case.kv) // 2
+    case.indices.remainder_(half)
+    case.indices[1, :, int(where * (topk - 1))] = slot = half + 3
+    rows_of_kv, _ = kv_cache.regions(case.kv, record)
+    rows_of_kv[slot // case.kv.shape[1], slot % case.kv.shape[1], 70] = 0x7F
+    out, lse = check_but_one(case, splits, token=1)
+    assert out[1].isnan().all() and lse[1].isnan().all()
+    assert out[0].isfinite().all() and lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scores_of_the_first_row_that_leave_fp32(record, splits, device):
+    """They are infinite though all keys are finite, so rows of zeros get what they should."""
+    case = padded_case(record, PADDED["16 real"], device).replace(sm_scale=1e3)
+    case.q[1, :, 0] = 3e38
+    out, lse = check_but_one(case, splits, token=1)
+    reference, reference_lse = case.reference()
+    assert_close_flashmla(out[:, :, 16:], lse[:, 16:], reference[:, :, 16:], reference_lse[:, 16:])
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+def test_first_row_that_is_not_finite_without_keys(record, splits, device):
+    """Nobody attends to anything: no reason to compute the tile as it is."""
+    case = padded_case(record, PADDED["16 real"], device)
+    case.topk_length[1] = case.extra_topk_length[1] = 0
+    case.q[1, :, 0] = torch.nan
+    out, lse = check(case, splits)
+    assert (out[1] == 0).all() and (lse[1] == torch.inf).all()
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("group", [0, -1], ids=["first scale", "last scale"])
 def test_scale_that_is_not_finite(record, group, splits, device):
@@ -265,6 +301,16 @@ def test_rows_of_q_wherever_they_lie(record, heads, splits, offset, more, device
         assert_same_bits(got, (expected[0][:, :, :heads], expected[1][:, :heads]))
     else:
         assert_same_bits(got, run(case, splits))
+
+
+@ALIGNMENTS
+@pytest.mark.parametrize("splits", [2, 5, 16])
+def test_rows_of_out_wherever_they_lie_if_all_rows_are_real(record, splits, offset, more, device):
+    case = make_case(2, 2, 64, 200, 70, record=record, device=device, sinks=True, lengths="random")
+    buffer, out = out_within(case, offset, more)
+    assert_same_bits(case.run(forced(64, splits), out=out), run(case, splits))
+    assert_only_within(buffer, offset)
+    assert_close_flashmla(out, case.run(forced(64, splits))[1], *case.reference())
 
 
 def test_wide_q(record, device):

@@ -49,13 +49,26 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.kSentUnitBytes<C>);
 }
 
-// A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, seen
-// after the CTA's next barrier: memcheck takes a cluster of one CTA for none.
+// A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, which
+// C::kLseArrivals threads tell the others of, if it is not for the warp alone: memcheck takes a cluster of one CTA for none.
 template <class C>
 __device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, SplitsOfTile splits, int peer) {
     const uint32_t at = shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank);
     if (peer == splits.rank) ptx::st_shared_f32(at, lse);
     else ptx::st_async(ptx::mapa(at, peer), lse, ptx::mapa(shared + C::kLseBarrierOffset, peer));
+}
+
+// 8 dims of a row of out.
+__device__ __forceinline__ void write_dims(uint16_t* to, const uint32_t (&pairs)[4], bool aligned16, bool aligned4) {
+    if (aligned16) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (aligned4) *reinterpret_cast<uint32_t*>(to + 2 * i) = pairs[i];
+        else to[2 * i] = static_cast<uint16_t>(pairs[i]), to[2 * i + 1] = static_cast<uint16_t>(pairs[i] >> 16);
+    }
 }
 
 // Where a unit of the own partial result goes: an address in the owner's shared memory, and the barrier there; 0 if the owner is this CTA.
@@ -99,9 +112,13 @@ __device__ __forceinline__ float lse_of_splits(uint32_t of_head, SplitsOfTile sp
     return total == 0.f ? -INFINITY : largest + ptx::lg2(total);
 }
 
-// Base 2, as log-sum-exps are.
 __device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head) {
-    return p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) * 1.44269504f : -INFINITY;
+    return p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) : -INFINITY;
+}
+// In base 2, as log-sum-exps are.
+template <class C>
+__device__ __forceinline__ void store_sink(float sink, int row, uint32_t shared) {
+    ptx::st_shared_f32(shared + C::kSinkOffset + 4 * row, sink * 1.44269504f);
 }
 
 // What the sink leaves of a head: 0 for one without keys, whose `lse` is an infinity.

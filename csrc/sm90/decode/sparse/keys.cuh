@@ -12,9 +12,8 @@ __device__ __forceinline__ const int32_t* index_list(const KeySource& source, ui
            static_cast<uint64_t>(row) * source.indices_stride_s;
 }
 
-__device__ __forceinline__ int index_list_length(const KeySource& source, uint32_t batch) {
-    const uint32_t n = ptx::ld_global_u32_or(source.lengths + batch, source.lengths, source.width);
-    return max(0, min(static_cast<int>(n), source.width));
+__device__ __forceinline__ int load_length(const KeySource& source, uint32_t batch) {
+    return static_cast<int>(ptx::ld_global_u32_or(source.lengths + batch, source.lengths, source.width));
 }
 
 // The token's two index lists. (Members, not arrays: a run-time index would put them into local memory.)
@@ -25,13 +24,15 @@ struct IndexLists {
     __device__ __forceinline__ void find(const SparseDecodeParams& p, const TokenHeads& token) {
         main = index_list(p.source[0], token.batch, token.row), extra = index_list(p.source[1], token.batch, token.row);
     }
+    // As they are: other loads may follow before anybody waits for them.
     __device__ __forceinline__ void load_lengths(const SparseDecodeParams& p, uint32_t batch) {
-        main_length = index_list_length(p.source[0], batch), extra_length = index_list_length(p.source[1], batch);
+        main_length = load_length(p.source[0], batch), extra_length = load_length(p.source[1], batch);
     }
     // How many blocks of a split are worth visiting. Groups are numbered through, the main cache's first; a split's range follows from the
     // shapes, so that the first indices can be fetched together with the lengths, and the lengths only cut off its end. (A main length
     // below its width leaves groups without keys before the extra cache's: they are visited.)
-    __device__ __forceinline__ int count_blocks(const SparseDecodeParams& p, int split, int groups_per_block) const {
+    __device__ __forceinline__ int count_blocks(const SparseDecodeParams& p, int split, int groups_per_block) {
+        main_length = max(0, min(main_length, p.source[0].width)), extra_length = max(0, min(extra_length, p.source[1].width));
         const auto groups = [](int keys) { return (keys + kKeysPerGroup - 1) / kKeysPerGroup; };
         const int end = extra_length > 0 ? p.source[0].groups + groups(extra_length) : groups(main_length);
         const int live = max(0, min(p.groups_per_split, end - split * p.groups_per_split));

@@ -75,7 +75,7 @@ struct Config {
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
     static constexpr int kUnitBytes = kHeads * kUnitDims * 4;
     static constexpr bool kSendsBf16 = kHeadGroups == 2;   // see send_partial
-    static constexpr int kLseArrivals = 0, kPartialArrivals = 32 * kValueWarps;   // see expect_peers; a warp reads its own log-sum-exps itself
+    static constexpr int kLseArrivals = 0, kPartialArrivals = 32 * kValueWarps;   // see expect_peers; a warp alone reads log-sum-exps that it has stored
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
     // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
@@ -116,9 +116,9 @@ struct Config {
     static constexpr int kZeroUnitBytes = kHasZeroColumn ? kUnitDims * 4 : 0, kZeroIncomingBytes = incoming_bytes(kZeroUnitBytes, false);
     static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
         std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kZeroIncomingOffset + kZeroIncomingBytes});
-    static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [head]: what the split counts
+    static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [row that has a log-sum-exp]: what the split counts
     static_assert(kShareOffset % 16 == 0);
-    static constexpr int kPeerLseOffset = kShareOffset + (kLseRows + 3) / 4 * 16;   // [head][split]
+    static constexpr int kPeerLseOffset = kShareOffset + (kLseRows + 3) / 4 * 16;   // [such a row][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kLseRows * kMaxSplits * 4;   // [row], base 2
     static constexpr int kUnitPlacesOffset = (kSinkOffset + 4 * kMaxRows + 7) / 8 * 8;                // [unit], of the own partial result
     static constexpr int kDataEnd = kUnitPlacesOffset + 8 * kUnits, kSharedBytes = kHasZeroColumn ? kMaxSharedBytes : kDataEnd;

@@ -263,7 +263,7 @@ __device__ __forceinline__ void write_zero_rows(const SparseDecodeParams& p, con
         }
         ptx::st_shared_f32x2(shared + C::kZeroRowOffset + 8 * thread, sum);
     }
-    ptx::barrier_sync(kScoreBarrier, threads);
+    ptx::barrier_sync(kZeroRowsBarrier, threads);
     // 8 dims of some rows a thread. (Rolled: most of it runs once, and waits for its instructions.)
     const int chunks = units * (kUnitDims / 8);   // up to 64
     const int bits = 32 - __clz(chunks - 1);      // 2^bits threads a row
@@ -275,13 +275,7 @@ __device__ __forceinline__ void write_zero_rows(const SparseDecodeParams& p, con
         const float f = ptx::ld_shared_f32(shared + C::kSinkOffset + 4 * row);
         const uint32_t r[4] = {ptx::cvt_bf16x2_f32(a.x * f, a.y * f), ptx::cvt_bf16x2_f32(a.z * f, a.w * f),
                                ptx::cvt_bf16x2_f32(b.x * f, b.y * f), ptx::cvt_bf16x2_f32(b.z * f, b.w * f)};
-        uint16_t* to = tile.out + static_cast<uint64_t>(row) * p.out_stride_h + dim;
-        if (p.out_aligned16) {
-            *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[2 * i] = static_cast<uint16_t>(r[i]), to[2 * i + 1] = static_cast<uint16_t>(r[i] >> 16);
-        }
+        write_dims(tile.out + static_cast<uint64_t>(row) * p.out_stride_h + dim, r, p.out_aligned16, p.out_aligned4);
     }
 }
 

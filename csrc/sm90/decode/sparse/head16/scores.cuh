@@ -92,7 +92,8 @@ struct Product {
 };
 
 // Scores of the warp's keys over the dims of `part`, and their scales, to shared memory. Returns whether those of the first head, which some
-// lanes have, are numbers: then the zero row's are 0, as there is no infinity or NaN in the keys that 0 could not be multiplied by.
+// lanes have, are finite: then the zero row's are 0, as no key holds a NaN or an infinity, which would make NaN of 0 as well. (They may also be infinite
+// because a product of finite numbers leaves fp32's range.)
 template <class C, bool kQueryIsBf16>
 __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at, Stage stage, ScoreBuffer buffer,
                                                int part, int lane) {
@@ -186,7 +187,7 @@ __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_lo
     }
     add_tile(C::kTilesPerPart - 1);
 
-    bool are_numbers = true;
+    bool are_finite = true;
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if constexpr (C::kRopeWords > 0) {
@@ -207,9 +208,9 @@ __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_lo
             const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
             ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
         }
-        are_numbers &= (mask.x < 0.f || fabsf(s[o][0][0]) < INFINITY) && (mask.y < 0.f || fabsf(s[o][0][1]) < INFINITY);
+        are_finite &= (mask.x < 0.f || fabsf(s[o][0][0]) < INFINITY) && (mask.y < 0.f || fabsf(s[o][0][1]) < INFINITY);
     }
-    return are_numbers || lane >= 4;
+    return are_finite || lane >= 4;
 }
 
 }  // namespace flash_mla::sm90::head16

@@ -3,6 +3,7 @@
 // weights by the factors of its own dims of V.
 #pragma once
 #include <cfloat>
+#include <cmath>
 
 #include "ptx/convert.cuh"
 #include "ptx/packed.cuh"
@@ -242,14 +243,15 @@ __device__ __forceinline__ bool follow_updates(Accumulator<C>& acc, uint32_t pla
 }
 
 // 2^exponent as an f16 or a bf16, twice.
-constexpr uint32_t f16x2_power_of_two(float exponent) { return ((15 + static_cast<int>(exponent)) << 10) * 0x10001u; }
-constexpr uint32_t bf16x2_power_of_two(float exponent) { return ((127 + static_cast<int>(exponent)) << 7) * 0x10001u; }
+constexpr uint32_t f16x2_power_of_two(int exponent) { return ((15 + exponent) << 10) * 0x10001u; }
+constexpr uint32_t bf16x2_power_of_two(int exponent) { return ((127 + exponent) << 7) * 0x10001u; }
 
 // Then its weights of kStepsAtOnce k steps, from step `first` on, times the factors of its own dims.
 template <class C>
 __device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t place, int first, bool as_bf16, const WarpRole<C>& role, int lane) {
     constexpr int kPairs = C::kStepsAtOnce / 2, kPairsOfBlock = C::kKeyGroups / 2;
     // Of the zero row every key weighs 2^0 (what is no key has zeros for V), in all columns of its group.
+    constexpr uint32_t kOne = f16x2_power_of_two(static_cast<int>(kBias)), kRopeOne = bf16x2_power_of_two(static_cast<int>(kRopeBias));
     const auto take = [&](uint32_t weights, uint32_t zero_row_weight, auto multiply) {
         weights += 512 * (first / 2);
 #pragma unroll
@@ -265,18 +267,18 @@ __device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t pla
         }
     };
     if (role.value_is_rope) {
-        take(place + C::kWeightBytes, bf16x2_power_of_two(kRopeBias), [](int, uint4 x) { return x; });
+        take(place + C::kWeightBytes, kRopeOne, [](int, uint4 x) { return x; });
         return;
     }
     uint4 f[kPairs];
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairsOfBlock * 64) + 64 * (first / 2 + pair) + 16 * (lane % 4));
     if (as_bf16) {
-        take(place + C::kWeightBytes, bf16x2_power_of_two(kRopeBias), [&](int pair, uint4 x) {
+        take(place + C::kWeightBytes, kRopeOne, [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));
         });
     } else {
-        take(place, f16x2_power_of_two(kBias), [&](int pair, uint4 x) {
+        take(place, kOne, [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_f16x2(x.x, f[pair].x), ptx::mul_f16x2(x.y, f[pair].y), ptx::mul_f16x2(x.z, f[pair].z), ptx::mul_f16x2(x.w, f[pair].w));
         });
     }

@@ -48,10 +48,10 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         ScoreBuffer buffer;
         for (int i = 0; i < blocks; ++i) {
             feeder.ring.wait(stage);
-            bool are_numbers;
-            if (C::kMayBeWide && q.is_bf16) are_numbers = compute_scores<C, C::kMayBeWide>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
-            else are_numbers = compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
-            if (C::kHasZeroColumn && !are_numbers) reject<C>(shared_address);
+            bool are_finite;
+            if (C::kMayBeWide && q.is_bf16) are_finite = compute_scores<C, C::kMayBeWide>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            else are_finite = compute_scores<C, false>(q, p.scale_log2, score_at, stage, buffer, role.part, lane);
+            if (C::kHasZeroColumn && !are_finite) reject<C>(shared_address);
             sync_score_warps<C>();   // the block's scores are there
             softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
             stage = stage.next<C>(), buffer = buffer.other<C>();
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         bool is_rejected = false;
         if constexpr (C::kHasZeroColumn) {
             ptx::mbarrier_wait(shared_address + C::kLookBarrierOffset, 0);
-            is_rejected = is_rejected_here<C>(shared_address);
+            if (warp == 0) is_rejected = is_rejected_here<C>(shared_address);
         }
         softmax.publish(shared_address, splits, is_rejected, warp, lane);
         if (warp == 1) find_unit_places<C>(shared_address, splits, lane);

@@ -2,8 +2,8 @@
 //
 // The tile is one of 16 rows that began because it looked so (head64/padded_kernel.cuh). Its value warps look at every element of the rows
 // behind, shared among all splits, while they wait for their first weights. It may also turn out that the tile's own rows are none for f16,
-// or that the zero row cannot be told from the first head, as there is a NaN or an infinity. Whatever a CTA finds goes round with the
-// log-sum-exps, before any result is sent or written.
+// or that a score of the first head is not finite: then a key may hold a NaN or an infinity, which makes NaN of 0 as well. Whatever a CTA
+// finds goes round with the log-sum-exps, before any result is sent or written.
 #pragma once
 #include <cmath>
 
@@ -21,7 +21,8 @@ __device__ __forceinline__ void reject(uint32_t shared) { ptx::or_shared_u32(sha
 template <class C>
 __device__ __forceinline__ bool is_rejected_here(uint32_t shared) { return ptx::ld_shared_u32(shared + C::kRejectedOffset) != 0; }
 
-// When the log-sum-exps of all splits are there, of which the zero row's says so: whether any CTA of the cluster has rejected the tile.
+// When the log-sum-exps of all splits are there, of which the zero row's says so: whether any CTA of the cluster has rejected the tile. (The
+// own one is another warp's ordinary store; the flag says the same.)
 template <class C>
 __device__ __forceinline__ bool is_rejected_anywhere(uint32_t shared, SplitsOfTile splits, int lane) {
     const bool is_peer = lane < splits.count && lane != splits.rank;

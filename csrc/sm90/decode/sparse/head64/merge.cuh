@@ -26,15 +26,6 @@ struct OutputTile {
         if (aligned4) *reinterpret_cast<uint32_t*>(to) = pair;
         else to[0] = static_cast<uint16_t>(pair), to[1] = static_cast<uint16_t>(pair >> 16);
     }
-    // 8 dims
-    __device__ __forceinline__ void write_chunk(int head, int dim, const uint32_t (&pairs)[4]) const {
-        if (aligned16) {
-            *reinterpret_cast<uint4*>(row(head) + dim) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) write_pair(head, dim + 2 * i, pairs[i]);
-        }
-    }
     // base 2, -inf without keys; to the natural logarithm, +inf without keys
     __device__ __forceinline__ void write_lse(int head, float lse2) const {
         lse[static_cast<uint64_t>(head) * lse_stride] = lse2 == -INFINITY ? INFINITY : lse2 * 0.69314718f;
@@ -194,7 +185,8 @@ __device__ __forceinline__ void write_units(const OutputTile& tile, uint32_t sha
             for (int i = 0; i < 2; ++i) words[2 * r + i] = ptx::cvt_bf16x2_f32(x[4 * i + 2 * r] * factor[r], x[4 * i + 2 * r + 1] * factor[r]);
         }
         ptx::quad_transpose(words, t);
-        if (head < tile.heads) tile.write_chunk(head, splits.own_unit(local) * kUnitDims + 8 * (t % 2), words);
+        uint16_t* const to = tile.row(head) + splits.own_unit(local) * kUnitDims + 8 * (t % 2);
+        if (head < tile.heads) write_dims(to, words, tile.aligned16, tile.aligned4);
     }
 }
 

@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     // Load side by side: the first slots, the lengths, the first rows of Q, a sample of the others, and the sinks. Both kinds of
     // warps take the same sample, for themselves.
     feeder.load_first(work.batch, !role.scores);
-    const int head = threadIdx.x;
     SampleBehind<C> sample;
     sample.load(p, q, work.rows, lane);
     head16::Query<Small> small_q;
     bool is_padded;
     if (role.scores) {
+        const int head = threadIdx.x;
         const bool is_rope_tile = C::Record::kRopeInV && warp == Small::kTiles - 1;
         const head16::QueryRows q_rows = {q, p.q_stride_h, work.heads, true};
         head16::QueryTile<Small> q_tile;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
         if (is_padded) {
             if (q_tile.examine(q_rows, is_rope_tile, lane)) head16::reject<Small>(shared);   // too wide for f16
             head16::Query<Small>::convert(q_tile, false, shared_memory, p.scale_log2, warp, lane);
-            if (head < C::kHeads) ptx::st_shared_f32(shared + Small::kSinkOffset + 4 * head, sink);
+            if (head < C::kHeads) store_sink<Small>(sink, head, shared);
             head16::sync_score_warps<Small>();
         }
     } else {

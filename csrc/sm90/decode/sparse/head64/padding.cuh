@@ -1,13 +1,14 @@
-// Whether a tile of 64 rows looks padded, that is, zero from row 16 on: a sample, which tells rows of numbers from padding and costs next to
-// nothing. Who then begins as if it was looks at every element meanwhile (head16/tile.cuh).
+// Whether a tile of 64 rows looks padded, that is, zero from row 16 on: a sample, which tells rows of numbers from padding and costs
+// next to nothing. Who then begins as if it was looks at every element meanwhile (head16/tile.cuh).
 #pragma once
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/query.cuh"
 #include "sm90/decode/sparse/head64/config.h"
 
 namespace flash_mla::sm90::head64 {
 
-// Of each row behind the first ones of a tile one chunk of 16 bytes. Every warp looks at the same ones, so all decide alike and none waits for
-// another. -0 is zero, NaN is not.
+// Of each row behind the first ones of a tile one chunk of 16 bytes. Every warp looks at the same ones, so all decide alike and none
+// waits for another. -0 is zero, NaN is not.
 template <class C>
 struct SampleBehind {
     static constexpr int kFirst = C::SmallTile::kHeads, kRows = C::kHeads - kFirst, kLoads = (kRows + 31) / 32;

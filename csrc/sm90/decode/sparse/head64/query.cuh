@@ -21,16 +21,18 @@ struct TileQuery {
     uint32_t chunks[C::kTiles][2][4];   // if aligned16
     float sink;                         // of head number `thread`
 
-    // Everything is on its way behind this, and nothing has been waited for. Rows that do not exist are read from the last one that does: a
-    // branch around a load would make all wait. Rows that are not aligned are left to store().
-    __device__ __forceinline__ void load(const SparseDecodeParams& p, bool q_is_aligned16, const uint16_t* q, int first_head, int rows, int thread) {
+    // Everything is on its way behind this, and nothing has been waited for. Rows that do not exist are read from the last one
+    // that does: a branch around a load would make all wait. Rows that are not aligned are left to store().
+    __device__ __forceinline__ void load(const SparseDecodeParams& p, bool q_is_aligned16, const uint16_t* q, int first_head,
+                                         int rows, int thread) {
         row = thread / 4, chunk = thread % 4 + row % 2 * 4;
         exists = row < rows, aligned16 = q_is_aligned16;
         from = q + static_cast<uint64_t>(min(row, rows - 1)) * p.q_stride_h;
-        if (thread / 32 < C::kHeads / 32) sink = load_sink(p, first_head + min(thread, rows - 1));
-        if (!aligned16) return;
+        if (aligned16) {
 #pragma unroll
-        for (int n = 0; n < 2 * C::kTiles; ++n) load_chunk<true>(chunks[n / 2][n % 2], n);
+            for (int n = 0; n < 2 * C::kTiles; ++n) load_chunk<true>(chunks[n / 2][n % 2], n);
+        }
+        if (thread / 32 < C::kHeads / 32) sink = load_sink(p, first_head + min(thread, rows - 1));
     }
     __device__ __forceinline__ void store(uint32_t shared, int thread) {
         if (aligned16) {
@@ -51,7 +53,7 @@ struct TileQuery {
             }
         }
         ptx::fence_proxy_async();   // the matrix products read it
-        if (thread < C::kHeads) ptx::st_shared_f32(shared + C::kSinkOffset + 4 * thread, sink);
+        if (thread < C::kHeads) store_sink<C>(sink, thread, shared);
     }
 
    private:

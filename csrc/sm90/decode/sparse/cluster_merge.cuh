@@ -115,11 +115,7 @@ __device__ __forceinline__ float lse_of_splits(uint32_t of_head, SplitsOfTile sp
 __device__ __forceinline__ float load_sink(const SparseDecodeParams& p, int head) {
     return p.attn_sink ? ptx::ld_global_f32(p.attn_sink + head) : -INFINITY;
 }
-// In base 2, as log-sum-exps are.
-template <class C>
-__device__ __forceinline__ void store_sink(float sink, int row, uint32_t shared) {
-    ptx::st_shared_f32(shared + C::kSinkOffset + 4 * row, sink * 1.44269504f);
-}
+inline constexpr float kLog2E = 1.44269504f;   // sinks join log-sum-exps, which are base 2
 
 // What the sink leaves of a head: 0 for one without keys, whose `lse` is an infinity.
 __device__ __forceinline__ float sink_factor(float sink, float lse) {

@@ -24,15 +24,14 @@ struct IndexLists {
     __device__ __forceinline__ void find(const SparseDecodeParams& p, const TokenHeads& token) {
         main = index_list(p.source[0], token.batch, token.row), extra = index_list(p.source[1], token.batch, token.row);
     }
-    // As they are: other loads may follow before anybody waits for them.
     __device__ __forceinline__ void load_lengths(const SparseDecodeParams& p, uint32_t batch) {
-        main_length = load_length(p.source[0], batch), extra_length = load_length(p.source[1], batch);
+        const int main = load_length(p.source[0], batch), extra = load_length(p.source[1], batch);   // side by side
+        main_length = max(0, min(main, p.source[0].width)), extra_length = max(0, min(extra, p.source[1].width));
     }
     // How many blocks of a split are worth visiting. Groups are numbered through, the main cache's first; a split's range follows from the
     // shapes, so that the first indices can be fetched together with the lengths, and the lengths only cut off its end. (A main length
     // below its width leaves groups without keys before the extra cache's: they are visited.)
-    __device__ __forceinline__ int count_blocks(const SparseDecodeParams& p, int split, int groups_per_block) {
-        main_length = max(0, min(main_length, p.source[0].width)), extra_length = max(0, min(extra_length, p.source[1].width));
+    __device__ __forceinline__ int count_blocks(const SparseDecodeParams& p, int split, int groups_per_block) const {
         const auto groups = [](int keys) { return (keys + kKeysPerGroup - 1) / kKeysPerGroup; };
         const int end = extra_length > 0 ? p.source[0].groups + groups(extra_length) : groups(main_length);
         const int live = max(0, min(p.groups_per_split, end - split * p.groups_per_split));

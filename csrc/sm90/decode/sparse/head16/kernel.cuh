@@ -43,7 +43,7 @@ sparse_decode_kernel(const __grid_constant__ SparseDecodeParams p) {
         feeder.count_blocks();
         as_bf16 = ptx::barrier_any(kScoreBarrier, 32 * C::kScoreWarps, q_tile.examine(q_rows, is_rope_tile, lane));
         Query<C>::convert(q_tile, as_bf16, shared, p.scale_log2, warp, lane);
-        if (static_cast<int>(threadIdx.x) < work.heads) store_sink<C>(sink, threadIdx.x, shared_address);
+        if (static_cast<int>(threadIdx.x) < work.heads) ptx::st_shared_f32(shared_address + C::kSinkOffset + 4 * threadIdx.x, sink * kLog2E);
         sync_score_warps<C>();
     } else {
         feeder.count_blocks();

@@ -23,16 +23,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();   // q, the indices and the cache may come from the kernel before
 
-    keys.lists.load_lengths(p, work.batch);
     if (producer >= 0) {
         const int32_t slot = KeyFinder<C>::load_slot(p, keys, 0, producer, lane);
-        keys.count_blocks(p);
+        keys.load_lengths(p, work.batch);
         KeyFinder<C>::find(p, keys, 0, slot, shared, producer, lane);
         produce_tile<C>(p, shared, keys, producer, lane);
     } else {
+        keys.load_lengths(p, work.batch);
         TileQuery<C> query;
         query.load(p, p.q_aligned16, work.query(p), work.first_head, work.rows, threadIdx.x);
-        keys.count_blocks(p);
         consume_tile<C>(p, shared, splits, query, keys.blocks, warp, lane);
     }
     merge_tile<C>(p, shared);

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
         if (is_padded) {
             if (q_tile.examine(q_rows, is_rope_tile, lane)) head16::reject<Small>(shared);   // too wide for f16
             head16::Query<Small>::convert(q_tile, false, shared_memory, p.scale_log2, warp, lane);
-            if (head < C::kHeads) store_sink<Small>(sink, head, shared);
+            if (head < C::kHeads) ptx::st_shared_f32(shared + Small::kSinkOffset + 4 * head, sink * kLog2E);
             head16::sync_score_warps<Small>();
         }
     } else {

@@ -24,8 +24,9 @@ struct SplitKeys {
     IndexLists lists;
     int split, first_group, blocks;
 
-    // When the lengths have been loaded.
-    __device__ __forceinline__ void count_blocks(const SparseDecodeParams& p) {
+    // And with them how many blocks there are.
+    __device__ __forceinline__ void load_lengths(const SparseDecodeParams& p, uint32_t batch) {
+        lists.load_lengths(p, batch);
         blocks = static_cast<int>(ptx::uniform(lists.count_blocks(p, split, kGroupsPerBlock)));
     }
     __device__ __forceinline__ KeyPlace place(const SparseDecodeParams& p, int block, int key) const {

@@ -58,7 +58,7 @@ for tool in memcheck racecheck; do
         echo "exit status $status"
         grep -E 'SUMMARY|agree with the reference' "$log" || echo "no summary"
         # Which kernels were reported, and how often.
-        grep -E '(Error|Warning): ' "$log" | grep -oE '[a-z0-9]+::sparse_decode_kernel<.*>' | sort | uniq -c || true
+        grep -E '(Error|Warning): ' "$log" | grep -oE '[a-z0-9]+::[a-z_]+_kernel<.*>' | sort | uniq -c || true
     } >>"$results"
     if [ "$status" -ne 0 ] || ! grep -q 'SUMMARY: 0 ' "$log" || ! grep -q 'agree with the reference' "$log"; then
         tail -n 40 "$log"

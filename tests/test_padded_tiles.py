@@ -53,14 +53,21 @@ def check(case, splits):
 
 def check_but_one(case, splits, token):
     """One token's tile is computed as it is, as all are if rows of q are not aligned; those of the others as padded ones."""
-    unaligned = torch.zeros(*case.q.shape[:3], case.q.shape[3] + 1, dtype=torch.bfloat16, device=case.q.device)[..., 1:]
-    as_it_is = run(case.replace(q=unaligned.copy_(case.q)), splits)
+    as_it_is = run(case.replace(q=q_within(case, 1, 3)), splits)
     padded = tile_by_tile(case, 16, splits=splits, block_keys=64)
     out, lse = got = run(case, splits)
     others = [i for i in range(len(out)) if i != token]
     assert_same_bits((out[token], lse[token]), (as_it_is[0][token], as_it_is[1][token]))
     assert_same_bits((out[others], lse[others]), (padded[0][others], padded[1][others]))
     return got
+
+
+def key_of_token_1(case, position):
+    """Block and offset of a key that token 1 attends to there, and no other token."""
+    half = kv_cache.num_slots(case.kv) // 2
+    case.indices.remainder_(half)
+    case.indices[1, :, position] = slot = half + 3
+    return divmod(slot, case.kv.shape[1])
 
 
 @pytest.mark.parametrize("splits", SPLITS)
@@ -135,13 +142,10 @@ def test_one_element_that_the_sample_misses(record, heads, row, splits, offset, 
         4, 2, heads, 300, 150, record=record, device=device, sinks=True, lengths=[300, 0, 50, 129], extra_lengths=[150, 0, 0, 70]
     )  # fmt: skip
     case.q[:, :, 8:] = 0
-    # Rows are aligned to 16 bytes with an offset of 0 or 8.
-    wide = torch.zeros(4, 2, heads, record.d_qk + 8 + offset % 8, dtype=torch.bfloat16, device=device)
-    q = wide[..., offset : offset + record.d_qk]
     for dim in 9, record.d_qk - 3:
-        q.copy_(case.q)
-        q[:, :, row, dim] = 50
-        changed = case.replace(q=q)
+        # Rows are aligned to 16 bytes with an offset of 0 or 8.
+        changed = case.replace(q=q_within(case, offset, 8 + offset % 8))
+        changed.q[:, :, row, dim] = 50
         out, lse = run(changed, splits)
         assert_close_flashmla(out, lse, *changed.reference())
         assert not torch.equal(out[0, :, row], out[0, :, 8])
@@ -193,12 +197,9 @@ def test_nan_or_infinity_in_a_key(record, value, splits, device):
 @pytest.mark.parametrize("dim", [0, 100, 300, 447])
 def test_nan_byte_in_a_key(record, dim, splits, device):
     case = padded_case(record, PADDED["16 real"], device)
-    half = kv_cache.num_slots(case.kv) // 2
-    case.indices.remainder_(half)
     case.topk_length.fill_(200)
-    case.indices[1, :, 70] = half + 3
     rows_of_kv, _ = kv_cache.regions(case.kv, record)
-    rows_of_kv[(half + 3) // case.kv.shape[1], (half + 3) % case.kv.shape[1], dim] = 0x7F
+    rows_of_kv[(*key_of_token_1(case, 70), dim)] = 0x7F
     out, lse = check_but_one(case, splits, token=1)
     assert out[1].isnan().all() and lse[1].isnan().all()
     assert out[[0, 2]].isfinite().all() and lse[[0, 2]].isfinite().all()
@@ -210,11 +211,8 @@ def test_nan_in_one_key_of_many(record, splits, topk, where, device):
     """Of any block of any split, also if the others have other blocks before and behind, or none at all."""
     case = make_case(2, 1, 64, topk, record=record, device=device, sinks=True)
     case.q[:, :, 16:] = 0
-    half = kv_cache.num_slots(case.kv) // 2
-    case.indices.remainder_(half)
-    case.indices[1, :, int(where * (topk - 1))] = slot = half + 3
     rows_of_kv, _ = kv_cache.regions(case.kv, record)
-    rows_of_kv[slot // case.kv.shape[1], slot % case.kv.shape[1], 70] = 0x7F
+    rows_of_kv[(*key_of_token_1(case, int(where * (topk - 1))), 70)] = 0x7F
     out, lse = check_but_one(case, splits, token=1)
     assert out[1].isnan().all() and lse[1].isnan().all()
     assert out[0].isfinite().all() and lse[0].isfinite().all()
@@ -244,11 +242,8 @@ def test_first_row_that_is_not_finite_without_keys(record, splits, device):
 @pytest.mark.parametrize("group", [0, -1], ids=["first scale", "last scale"])
 def test_scale_that_is_not_finite(record, group, splits, device):
     case = padded_case(record, PADDED["16 real"], device)
-    half = kv_cache.num_slots(case.kv) // 2
-    case.indices.remainder_(half)
     case.topk_length.fill_(200)
-    case.indices[1, :, 70] = slot = half + 3
-    place = slot // case.kv.shape[1], slot % case.kv.shape[1]
+    place = key_of_token_1(case, 70)
     rows_of_kv, scales = kv_cache.regions(case.kv, record)
     group %= record.num_scales
     if scales is not None:
@@ -308,9 +303,10 @@ def test_rows_of_q_wherever_they_lie(record, heads, splits, offset, more, device
 def test_rows_of_out_wherever_they_lie_if_all_rows_are_real(record, splits, offset, more, device):
     case = make_case(2, 2, 64, 200, 70, record=record, device=device, sinks=True, lengths="random")
     buffer, out = out_within(case, offset, more)
-    assert_same_bits(case.run(forced(64, splits), out=out), run(case, splits))
+    got = case.run(forced(64, splits), out=out)
+    assert_same_bits(got, run(case, splits))
     assert_only_within(buffer, offset)
-    assert_close_flashmla(out, case.run(forced(64, splits))[1], *case.reference())
+    assert_close_flashmla(*got, *case.reference())
 
 
 def test_wide_q(record, device):

@@ -12,7 +12,6 @@
 // the model's choice loses to the best.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -136,7 +135,8 @@ inline Plan plan_many_heads(int64_t tokens, int64_t width, int heads, int num_sm
     });
     const auto weigh = [&](double real, double padded) {
         if (real > 1.4 * for_real.us) return std::numeric_limits<double>::infinity();
-        return heads == 64 ? std::pow(padded, 4) * real : real;
+        const double squared = padded * padded;
+        return heads == 64 ? squared * squared * real : real;
     };
     Choice best{for_real.plan};
     choose_splits(best, 64, 64, width, [&](const Plan& plan) {

@@ -49,8 +49,9 @@ __device__ __forceinline__ void expect_peers(uint32_t shared, SplitsOfTile split
     ptx::mbarrier_arrive_expect_tx(shared + C::kPartialBarrierOffset, (splits.count - 1) * splits.own_units<C>() * splits.kSentUnitBytes<C>);
 }
 
-// A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, which
-// C::kLseArrivals threads tell the others of, if it is not for the warp alone: memcheck takes a cluster of one CTA for none.
+// A head's log-sum-exp of this split (base 2; -inf without keys) to a CTA of the cluster. To the own one by an ordinary store, behind
+// which C::kLseArrivals threads arrive (of tiles of 8 and 16 rows none: only the storing warp reads it): memcheck takes a cluster of one CTA
+// for none.
 template <class C>
 __device__ __forceinline__ void send_lse(float lse, int head, uint32_t shared, SplitsOfTile splits, int peer) {
     const uint32_t at = shared + C::kPeerLseOffset + 4 * (head * kMaxSplits + splits.rank);

@@ -51,7 +51,6 @@ struct Config {
     // Values: every warp accumulates its own dims of V over all keys.
     static constexpr int kValueDims = Record::kDimV / kValueWarps;
     static constexpr int kValueUnits = kValueDims / kUnitDims;
-    static constexpr int kStepsAtOnce = kHasZeroColumn ? 2 : kKeyGroups;   // k steps whose weights are taken at once: with a zero row, registers are short
     static constexpr int kUnits = Record::kDimV / kUnitDims;
 
     // Shared memory, in bytes from its start.
@@ -92,15 +91,17 @@ struct Config {
     static constexpr int kScaleArrayBytes = kScaleRows * kScaleStride * 4;   // of scales, of exponents, of mantissas
     static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
 
-    // Barriers, and findings. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
-    static constexpr int kBarrierBytes = 8 * (3 + 2 * kStages + 2 * kHasZeroColumn), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
+    // Barriers, and the flag of a rejected tile. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
+    static constexpr int kBarrierBytes = 8 * (3 + 2 * kStages + 3 * kHasZeroColumn), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
     static constexpr int kLseBarrierOffset = kBarriersOffset;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
     static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
-    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8, kZeroRowBarrierOffset = kLookBarrierOffset + 8;   // with a zero column
-    static_assert((kHasZeroColumn ? kZeroRowBarrierOffset : kShareBarrierOffset) + 8 == kBarriersOffset + kBarrierBytes);
+    // With a zero column:
+    static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;
+    static constexpr int kZeroRowBarrierOffset = kLookBarrierOffset + 8, kZeroSumsBarrierOffset = kZeroRowBarrierOffset + 8;
+    static_assert((kHasZeroColumn ? kZeroSumsBarrierOffset : kShareBarrierOffset) + 8 == kBarriersOffset + kBarrierBytes);
     static constexpr int kRejectedOffset = kHasZeroColumn ? 0 : kBarrierBytes;   // a flag, see zero_rows.cuh
     static constexpr int kClusterOffset = kRejectedOffset + (kHasZeroColumn ? 4 : 0);
     static constexpr int kRingOffset = (kClusterOffset + 4 + 127) / 128 * 128;

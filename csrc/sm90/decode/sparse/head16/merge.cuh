@@ -39,6 +39,7 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     };
     if (has_head) replace_sink(head, lse);
     ptx::mbarrier_arrive(shared + C::kShareBarrierOffset);   // the value warps wait for that
+    if (splits.rank != 0 && !(C::kHasZeroColumn && warp == 0)) return;
     const OutputTile tile = OutputTile::make<C>(p, shared);
     const auto write_lse = [&](int row, float lse_of_row) { tile.lse[row * static_cast<uint64_t>(p.s_q.divisor)] = lse_of_row * 0.69314718f; };
     if (splits.rank == 0 && has_head && head < tile.heads) write_lse(head, lse);
@@ -262,8 +263,9 @@ __device__ __forceinline__ void write_zero_rows(const SparseDecodeParams& p, con
             sum.x += v.x, sum.y += v.y;
         }
         ptx::st_shared_f32x2(shared + C::kZeroRowOffset + 8 * thread, sum);
+        ptx::mbarrier_arrive(shared + C::kZeroSumsBarrierOffset);
     }
-    ptx::barrier_sync(kZeroRowsBarrier, threads);
+    ptx::mbarrier_wait(shared + C::kZeroSumsBarrierOffset, 0);
     // 8 dims of some rows a thread. (Rolled: most of it runs once, and waits for its instructions.)
     const int chunks = units * (kUnitDims / 8);   // up to 64
     const int bits = 32 - __clz(chunks - 1);      // 2^bits threads a row

@@ -38,7 +38,7 @@ struct WarpRole {
 };
 
 // Barriers of a part of the CTA.
-inline constexpr int kScoreBarrier = 1, kValueBarrier = 2, kZeroRowsBarrier = 3;
+inline constexpr int kScoreBarrier = 1, kValueBarrier = 2;
 template <class C>
 __device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(kScoreBarrier, 32 * C::kScoreWarps); }
 template <class C>

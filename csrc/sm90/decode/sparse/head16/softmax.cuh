@@ -78,8 +78,8 @@ struct Softmax {
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
-    // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen after its next
-    // barrier. By half a warp a head, a lane a split. By warp 0 also the zero row's, which says too whether the tile `is_rejected`.
+    // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen behind
+    // the mbarrier `share`. By half a warp a head, a lane a split. By warp 0 also the zero row's, which says too whether the tile `is_rejected`.
     __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, bool is_rejected, int warp, int lane) {
         const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
         if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
@@ -246,20 +246,19 @@ __device__ __forceinline__ bool follow_updates(Accumulator<C>& acc, uint32_t pla
 constexpr uint32_t f16x2_power_of_two(int exponent) { return ((15 + exponent) << 10) * 0x10001u; }
 constexpr uint32_t bf16x2_power_of_two(int exponent) { return ((127 + exponent) << 7) * 0x10001u; }
 
-// Then its weights of kStepsAtOnce k steps, from step `first` on, times the factors of its own dims.
+// Then the block's weights, times the factors of its own dims.
 template <class C>
-__device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t place, int first, bool as_bf16, const WarpRole<C>& role, int lane) {
-    constexpr int kPairs = C::kStepsAtOnce / 2, kPairsOfBlock = C::kKeyGroups / 2;
+__device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t place, bool as_bf16, const WarpRole<C>& role, int lane) {
+    constexpr int kPairs = C::kKeyGroups / 2;
     // Of the zero row every key weighs 2^0 (what is no key has zeros for V), in all columns of its group.
     constexpr uint32_t kOne = f16x2_power_of_two(static_cast<int>(kBias)), kRopeOne = bf16x2_power_of_two(static_cast<int>(kRopeBias));
     const auto take = [&](uint32_t weights, uint32_t zero_row_weight, auto multiply) {
-        weights += 512 * (first / 2);
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
             for (int n = 0; n < C::kColumnGroups; ++n) {
                 uint4 x;
-                if (n < C::kHeadGroups) x = ptx::ld_shared_v4(weights + 16 * lane + 512 * (kPairsOfBlock * n + pair));
+                if (n < C::kHeadGroups) x = ptx::ld_shared_v4(weights + 16 * lane + 512 * (kPairs * n + pair));
                 else x = make_uint4(zero_row_weight, zero_row_weight, zero_row_weight, zero_row_weight);
                 x = multiply(pair, x);
                 w[2 * pair][n][0] = x.x, w[2 * pair][n][1] = x.y, w[2 * pair + 1][n][0] = x.z, w[2 * pair + 1][n][1] = x.w;
@@ -272,7 +271,7 @@ __device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t pla
     }
     uint4 f[kPairs];
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairsOfBlock * 64) + 64 * (first / 2 + pair) + 16 * (lane % 4));
+    for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairs * 64) + 64 * pair + 16 * (lane % 4));
     if (as_bf16) {
         take(place + C::kWeightBytes, kRopeOne, [&](int pair, uint4 x) {
             return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));

@@ -15,6 +15,7 @@ __device__ __forceinline__ void init_barriers(const Ring<C>& ring, SplitsOfTile 
     if constexpr (C::kHasZeroColumn) {
         ptx::mbarrier_init(ring.shared + C::kLookBarrierOffset, 32 * C::kValueWarps);
         ptx::mbarrier_init(ring.shared + C::kZeroRowBarrierOffset, 1 + C::kPartialArrivals + 32);
+        ptx::mbarrier_init(ring.shared + C::kZeroSumsBarrierOffset, splits.own_units<C>() * (kUnitDims / 2));
         ptx::st_shared_u32(ring.shared + C::kRejectedOffset, 0);
     }
     ptx::st_shared_u32(ring.shared + C::kClusterOffset, cluster);
@@ -100,12 +101,9 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             const uint32_t place = weight_place<C>(shared_address, stage);
             const bool as_bf16 = follow_updates<C>(acc, place, role, lane);
             if constexpr (C::kHasZeroColumn) value_at = value_address(shared_address, role, ptx::opaque(lane));   // anew: registers are short
-#pragma unroll
-            for (int first = 0; first < C::kKeyGroups; first += C::kStepsAtOnce) {
-                WeightFragments<C> weights;
-                take_weights<C>(weights, place, first, as_bf16, role, lane);
-                acc.multiply(weights, value_at + stage.rows + first * kKeysPerGroup * C::kRowPitch, role.value_is_rope, as_bf16);
-            }
+            WeightFragments<C> weights;
+            take_weights<C>(weights, place, as_bf16, role, lane);
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, as_bf16);
             if (i + 1 == blocks) break;
             sync_value_warps<C>();   // nobody needs the block any more
             feeder.copy(i + C::kStages, stage);

@@ -8,7 +8,7 @@ namespace flash_mla::sm90::head16 {
 
 // Weights as B fragments: [k step][column group][register]. A column group is 8 heads or the zero row, eight times.
 template <class C>
-using WeightFragments = uint32_t[C::kStepsAtOnce][C::kColumnGroups][2];
+using WeightFragments = uint32_t[C::kKeyGroups][C::kColumnGroups][2];
 
 // The matrix product is out^T[dims x heads] += V^T[dims x keys] * P^T[keys x heads]: 8 heads are a full N. The scale
 // of V is constant over the warp's dims for each key, so it rides in P.
@@ -34,7 +34,7 @@ struct Accumulator {
         }
     }
 
-    // Of kStepsAtOnce k steps. `value_at`: this lane's row, for ldmatrix, of the warp's first dims in the first one.
+    // Of a block. `value_at`: this lane's row, for ldmatrix, of the warp's first dims in the first one.
     __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool as_bf16) {
         if (is_rope) multiply_bf16(w, value_at);
         else if (as_bf16) multiply_e4m3<true>(w, value_at);
@@ -51,7 +51,7 @@ struct Accumulator {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; u += 2) {
 #pragma unroll
-            for (int ks = 0; ks < C::kStepsAtOnce; ++ks) {
+            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
                 uint32_t r[4];
                 ptx::ldmatrix_x4_trans(r, value_at + u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
 #pragma unroll
@@ -75,7 +75,7 @@ struct Accumulator {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {
 #pragma unroll
-            for (int ks = 0; ks < C::kStepsAtOnce; ++ks) {
+            for (int ks = 0; ks < C::kKeyGroups; ++ks) {
                 uint32_t a[4];
                 ptx::ldmatrix_x4_trans(a, value_at + 2 * u * kUnitDims + ks * kKeysPerGroup * C::kRowPitch);
 #pragma unroll

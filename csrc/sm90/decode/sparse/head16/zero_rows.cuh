@@ -1,7 +1,7 @@
 // Whether the rows of q behind a tile with a zero column are all zero. -0 is zero, NaN is not.
 //
 // The tile is one of 16 rows that began because it looked so (head64/padded_kernel.cuh). Its value warps look at every element of the rows
-// behind, shared among all splits, while they wait for their first weights. It may also turn out that the tile's own rows are none for f16,
+// behind, shared among all splits, while they wait for their first weights. It may also turn out that f16 cannot hold the tile's own rows,
 // or that a score of the first head is not finite: then a key may hold a NaN or an infinity, which makes NaN of 0 as well. Whatever a CTA
 // finds goes round with the log-sum-exps, before any result is sent or written.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace flash_mla::sm90::head16 {
 
-// By whatever lane finds something against the tile. Seen after a barrier.
+// By whatever lane finds something against the tile: score warps, seen behind a barrier of theirs, and value warps, seen behind `look`.
 template <class C>
 __device__ __forceinline__ void reject(uint32_t shared) { ptx::or_shared_u32(shared + C::kRejectedOffset, 1); }
 

@@ -3,7 +3,7 @@
 //
 // They pad 8 or 16 heads to 64 with zero rows. The host cannot look at q, so the kernel does, while the first slots are on their
 // way: a tile that looks padded is computed as one of 16 rows and a zero row (head16/), in the same CTAs, which look meanwhile
-// whether it really is. If not, or if f16 cannot hold the 16 rows or the first is not finite, it is computed again, as any other: as
+// whether it really is. If not, or if f16 cannot hold the 16 rows or a score of the first is not finite, it is computed again, as any other: as
 // it is (tile.cuh). Both kinds of tile have warps 0-7 multiply Q and warps 8-15 find keys, the same ones.
 #pragma once
 #include "ptx/warpgroup.cuh"

@@ -7,7 +7,7 @@
 
 namespace flash_mla::sm90::head64 {
 
-// Of each row behind the first ones of a tile one chunk of 16 bytes. Every warp looks at the same ones, so all decide alike and none
+// Of each row behind the first ones of a tile a chunk of 16 bytes or two. Every warp looks at the same ones, so all decide alike and none
 // waits for another. -0 is zero, NaN is not.
 template <class C>
 struct SampleBehind {

@@ -198,7 +198,7 @@ __device__ __forceinline__ void produce(const SparseDecodeParams& p, const Split
             slot = Finder::load_slot(p, keys, i / Finder::kBatch + 2, warp, lane);
         }
     }
-    ptx::cp_async_wait<0>();   // nothing of this thread is on its way when it ends
+    ptx::cp_async_wait<0>();   // nothing of this thread is on its way behind this
 }
 
 }  // namespace flash_mla::sm90::head64

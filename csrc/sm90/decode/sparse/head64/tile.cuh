@@ -49,7 +49,7 @@ __device__ __forceinline__ void produce_tile(const SparseDecodeParams& p, uint32
     ptx::setmaxnreg_inc<C::kCommonRegisters>();
 }
 
-// By the consumers. (Q first: their registers have to wait for the producers'.)
+// By the consumers. (Q is stored before more registers are taken: that waits for the producers to give theirs up.)
 template <class C>
 __device__ __forceinline__ void consume_tile(const SparseDecodeParams& p, uint32_t shared, SplitsOfTile splits, TileQuery<C>& query, int blocks,
                                              int warp, int lane) {

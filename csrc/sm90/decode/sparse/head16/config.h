@@ -68,7 +68,7 @@ struct Config {
     static constexpr int kStageBytes = kKeys * kRowPitch;
     static_assert(kRowPitch % 32 == 16);
     // Scores: one fp32 partial sum per dim part, in two buffers. In the beginning, Q passes through the weights' place. When the
-    // last block has been weighed and multiplied, everything from the scores to the rows' exponents is free to receive the partial results of
+    // last block has been weighed and multiplied, everything from the scores to what has been handed over is free to receive the partial results of
     // the peers, [peer][unit][lane] of 16 bytes, and the own ones, in fp32: [unit][head group][lane].
     static constexpr int kScoreStride = kKeys + 8;   // floats; 8 mod 32, so that 4 heads x 4 pairs of keys never conflict
     static constexpr int kScoreBytes = kDimParts * kHeads * kScoreStride * 4;
@@ -76,28 +76,26 @@ struct Config {
     static constexpr bool kSendsBf16 = kHeadGroups == 2;   // see send_partial
     static constexpr int kLseArrivals = 0, kPartialArrivals = 32 * kValueWarps;   // see expect_peers; a warp alone reads log-sum-exps that it has stored
     // What the score warps hand over with a block, in a place for each stage. Weights as B fragments, [head][key] in
-    // f16 and in bf16; factors of V's scales, [scale row][key]; by what accumulators are to be rescaled. See softmax.cuh.
+    // f16 and in bf16; by what accumulators are to be rescaled. See softmax.cuh.
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
-    static constexpr int kQuantizedRows = Record::kNumScales;
     static constexpr int kWeightBytes = kHeads * kKeys * 2;
-    static constexpr int kFactorOffset = 2 * kWeightBytes;                          // from the place's start
-    static constexpr int kHeadRescaleOffset = kFactorOffset + kQuantizedRows * kKeys * 2;   // [head]
-    static constexpr int kRowUpdateOffset = kHeadRescaleOffset + kHeads * 4;   // [scale row]: {rescale, whether weights are bf16}
-    static constexpr int kUpdateFlagsOffset = (kRowUpdateOffset + kQuantizedRows * 8 + 15) / 16 * 16;   // [score warp]
+    static constexpr int kHeadRescaleOffset = 2 * kWeightBytes;                  // [head], from the place's start
+    static constexpr int kUpdateFlagsOffset = kHeadRescaleOffset + kHeads * 4;   // [score warp]
+    static_assert(kUpdateFlagsOffset % 16 == 0);
     static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + kScoreWarps * 4;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
     static constexpr int kUnscaleBytes = kTiles * kHeads * 4;              // [tile][head]
     static constexpr int kScaleStride = kKeys + 8;                        // floats; as kScoreStride
-    static constexpr int kScaleArrayBytes = kScaleRows * kScaleStride * 4;   // of scales, of exponents, of mantissas
-    static constexpr int kScaleBytes = kScaleArrayBytes * (kHasMantissa ? 3 : 2);
+    static constexpr int kScaleBytes = kScaleRows * kScaleStride * 4;
 
     // Barriers, and the flag of a rejected tile. Barriers of a tile with a zero row lie behind everything else, out of the way of head64/config.h's: its kernel has both.
-    static constexpr int kBarrierBytes = 8 * (3 + 2 * kStages + 3 * kHasZeroColumn), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
+    static constexpr int kBarrierBytes = 8 * (3 + 3 * kStages + 3 * kHasZeroColumn), kBarriersOffset = kHasZeroColumn ? kMaxSharedBytes - kBarrierBytes : 0;
     static constexpr int kLseBarrierOffset = kBarriersOffset;
     static constexpr int kPartialBarrierOffset = kLseBarrierOffset + 8;
     static constexpr int kStageBarrierOffset = kPartialBarrierOffset + 8;         // [stage]
     static constexpr int kWeighedBarrierOffset = kStageBarrierOffset + 8 * kStages;   // [stage]
-    static constexpr int kShareBarrierOffset = kWeighedBarrierOffset + 8 * kStages;
+    static constexpr int kFreeBarrierOffset = kWeighedBarrierOffset + 8 * kStages;    // [stage]
+    static constexpr int kShareBarrierOffset = kFreeBarrierOffset + 8 * kStages;
     // With a zero column:
     static constexpr int kLookBarrierOffset = kShareBarrierOffset + 8;
     static constexpr int kZeroRowBarrierOffset = kLookBarrierOffset + 8, kZeroSumsBarrierOffset = kZeroRowBarrierOffset + 8;
@@ -107,17 +105,17 @@ struct Config {
     static constexpr int kRingOffset = (kClusterOffset + 4 + 127) / 128 * 128;
     static constexpr int kScoreOffset = kRingOffset + kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
-    static constexpr int kScaleArraysOffset = kScoreOffset + 2 * kScoreBytes;
-    static constexpr int kMaskOffset = kScaleArraysOffset + 2 * kScaleBytes;            // [stage][key]: 0, or -inf for what is no key
-    static constexpr int kWeightOffset = kMaskOffset + kStages * kKeys * 4;
+    static constexpr int kScaleOffset = kScoreOffset + 2 * kScoreBytes;
+    static constexpr int kMaskOffset = kScaleOffset + 2 * kScaleBytes;                  // [stage][key]: 0, or -inf for what is no key
+    static constexpr int kFactorOffset = kMaskOffset + kStages * kKeys * 4;             // [value warp][key], see weights.cuh
+    static constexpr int kWeightOffset = kFactorOffset + kValueWarps * kKeys * 2;
     static_assert(kWeightOffset % 16 == 0);
     static constexpr int kQueryOffset = kWeightOffset;   // in the beginning
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kZeroIncomingOffset = kIncomingOffset + incoming_bytes(kUnitBytes, kSendsBf16);   // [split][unit][dim] fp32
     static constexpr int kZeroUnitBytes = kHasZeroColumn ? kUnitDims * 4 : 0, kZeroIncomingBytes = incoming_bytes(kZeroUnitBytes, false);
-    static constexpr int kRowExponentOffset =   // [scale row], of what has been accumulated
+    static constexpr int kShareOffset =   // [row that has a log-sum-exp]: what the split counts
         std::max({kWeightOffset + kStages * kWeightPlaceBytes, kUnscaleOffset + kUnscaleBytes, kZeroIncomingOffset + kZeroIncomingBytes});
-    static constexpr int kShareOffset = kRowExponentOffset + 8 * 4;   // [row that has a log-sum-exp]: what the split counts
     static_assert(kShareOffset % 16 == 0);
     static constexpr int kPeerLseOffset = kShareOffset + (kLseRows + 3) / 4 * 16;   // [such a row][split]
     static constexpr int kSinkOffset = kPeerLseOffset + kLseRows * kMaxSplits * 4;   // [row], base 2

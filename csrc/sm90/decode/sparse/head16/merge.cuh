@@ -54,14 +54,14 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
 }
 
 // What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
-// split counts, and the exponent of the scales.
+// split counts, and the exponent of the scales (see weights.cuh).
 template <class C>
 struct PartialWeight {
     float share[C::kColumnGroups][2], power;
 
-    __device__ __forceinline__ PartialWeight(const WarpRole<C>& role, uint32_t shared, int lane) {
+    __device__ __forceinline__ PartialWeight(int exponent, const WarpRole<C>& role, uint32_t shared, int lane) {
         const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
-        power = role.value_is_rope ? 1.f : ptx::ex2(ptx::ld_shared_f32(shared + C::kRowExponentOffset + 4 * role.value_scale_row));
+        power = role.value_is_rope ? 1.f : ptx::ex2(static_cast<float>(exponent));
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float2 v = ptx::ld_shared_f32x2(shared + C::kShareOffset + 32 * n + 8 * (lane % 4));
@@ -114,8 +114,8 @@ __device__ __forceinline__ void send_partial_zero_row(const Accumulator<C>& acc,
 // Within a unit, pairs of dims by heads, as lanes hold them: a lane stores 16 bytes a unit and head group, two dims of its heads, or, to
 // peers as bf16, 16 bytes of both groups.
 template <class C>
-__device__ __forceinline__ void send_partial(const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
-    const PartialWeight<C> weight(role, shared, lane);
+__device__ __forceinline__ void send_partial(const Accumulator<C>& acc, int exponent, const WarpRole<C>& role, uint32_t shared, SplitsOfTile splits, int lane) {
+    const PartialWeight<C> weight(exponent, role, shared, lane);
     if constexpr (C::kHasZeroColumn) send_partial_zero_row<C>(acc, weight, role, shared, splits, lane);   // first: its rows are many
 #pragma unroll
     for (int u = 0; u < C::kValueUnits; ++u) {
@@ -162,8 +162,8 @@ struct TwoDims {
 
 // One split: nothing to add up. All units of a warp are RoPE, or none.
 template <class C>
-__device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const Accumulator<C>& acc, const WarpRole<C>& role, uint32_t shared, int lane) {
-    const PartialWeight<C> weight(role, shared, lane);
+__device__ __forceinline__ void write_alone(const SparseDecodeParams& p, const Accumulator<C>& acc, int exponent, const WarpRole<C>& role, uint32_t shared, int lane) {
+    const PartialWeight<C> weight(exponent, role, shared, lane);
     const OutputTile tile = OutputTile::make<C>(p, shared);
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {

@@ -26,6 +26,11 @@ struct Stage {
         return {last ? 0 : rows + C::kStageBytes, last ? 0 : barrier + 8, parity ^ last};
     }
     template <class C>
+    __device__ __forceinline__ Stage previous() const {
+        const bool first = barrier == 0;
+        return {first ? (C::kStages - 1) * C::kStageBytes : rows - C::kStageBytes, first ? 8 * (C::kStages - 1) : barrier - 8, parity ^ first};
+    }
+    template <class C>
     __device__ __forceinline__ uint32_t mask() const { return barrier * (C::kKeys * 4 / 8); }
 };
 
@@ -44,9 +49,13 @@ struct Ring {
         for (int i = 0; i < C::kStages; ++i) {
             ptx::mbarrier_init(shared + C::kStageBarrierOffset + 8 * i, C::kKeys * C::kCopiesPerKey);
             ptx::mbarrier_init(shared + C::kWeighedBarrierOffset + 8 * i, 32 * C::kScoreWarps);
+            ptx::mbarrier_init(shared + C::kFreeBarrierOffset + 8 * i, 32 * C::kValueWarps);
         }
     }
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
+    // By the value warps: they are done with the stage's block, and before another takes its place they all are.
+    __device__ __forceinline__ void release(Stage s) const { ptx::mbarrier_arrive(shared + C::kFreeBarrierOffset + s.barrier); }
+    __device__ __forceinline__ void wait_until_free(Stage s) const { ptx::mbarrier_wait(shared + C::kFreeBarrierOffset + s.barrier, s.parity); }
 
     // By the lane that has found the key: its row, its scales, and its mask, which makes the score of what is no key -inf. The row
     // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.

@@ -38,10 +38,8 @@ struct WarpRole {
 };
 
 // Barriers of a part of the CTA.
-inline constexpr int kScoreBarrier = 1, kValueBarrier = 2;
+inline constexpr int kScoreBarrier = 1;
 template <class C>
 __device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(kScoreBarrier, 32 * C::kScoreWarps); }
-template <class C>
-__device__ __forceinline__ void sync_value_warps() { ptx::barrier_sync(kValueBarrier, 32 * C::kValueWarps); }
 
 }  // namespace flash_mla::sm90::head16

@@ -34,8 +34,8 @@ struct ScoreAddresses {
         more = key + (Record::kRopeOffset + part * (64 - C::kTilesPerPart * kTileDims));
         const int scale_row = C::kScaleRowsPerPart * part + min(t, C::kScaleRowsPerPart - 1);
         scale = ptx::opaque(row + C::kScaleInRow + scale_row * (C::kHasMantissa ? 4 : 1));
-        scale_store = shared + C::kScaleArraysOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
-        scale_load = pair + (C::kScaleArraysOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
+        scale_store = shared + C::kScaleOffset + 4 * (scale_row * C::kScaleStride + warp_key + g);
+        scale_load = pair + (C::kScaleOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
         mask = pair + (C::kMaskOffset + 4 * warp_key);
         score = score_pair + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
     }
@@ -50,24 +50,12 @@ struct ScoreBuffer {
     }
 };
 
-// Writes one scale, as fp32 and as 2^exponent * mantissa with |mantissa| < 2: V's scale
-// becomes a factor of P relative to the largest exponent. A ue8m0 byte is a biased exponent and nothing else, 2^(e - 127).
+// A scale as fp32. A ue8m0 byte is a biased exponent and nothing else, 2^(e - 127).
 template <class C>
-__device__ __forceinline__ void store_scale(uint32_t at, uint32_t scale, bool is_rope) {
-    constexpr int kArray = C::kScaleArrayBytes;
-    if constexpr (C::kHasMantissa) {
-        const int biased = (scale >> 23) & 0xff;
-        float exponent = static_cast<float>(biased - 127), mantissa = __uint_as_float((scale & 0x807fffffu) | 0x3f800000u);
-        if (biased == 0) mantissa = __uint_as_float(scale) * 0x1p127f;          // a subnormal or zero, brought up
-        if (biased == 255) exponent = 0.f, mantissa = __uint_as_float(scale);   // an infinity or NaN goes on as it is
-        ptx::st_shared_f32(at, __uint_as_float(scale));
-        ptx::st_shared_f32(at + kArray, exponent);
-        ptx::st_shared_f32(at + 2 * kArray, mantissa);
-    } else {
-        const uint32_t e = is_rope ? 127 : scale;
-        ptx::st_shared_f32(at, __uint_as_float(e == 0 ? 0x00400000u : e << 23));
-        ptx::st_shared_f32(at + kArray, static_cast<float>(static_cast<int>(e) - 127));
-    }
+__device__ __forceinline__ float scale_as_f32(uint32_t scale, bool is_rope) {
+    if constexpr (C::kHasMantissa) return __uint_as_float(scale);
+    const uint32_t e = is_rope ? 127 : scale;
+    return __uint_as_float(e == 0 ? 0x00400000u : e << 23);
 }
 
 // Q K^T of an octet, fragment by fragment of Q. `k`: pairs of dims, 2 words a k step.
@@ -175,7 +163,7 @@ __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if (t < C::kScaleRowsPerPart) {
-            store_scale<C>(at.scale_store + buffer.scale + o * kOctetColumnBytes, scales[o], rope_last && t == C::kScaleRowsPerPart - 1);
+            ptx::st_shared_f32(at.scale_store + buffer.scale + o * kOctetColumnBytes, scale_as_f32<C>(scales[o], rope_last && t == C::kScaleRowsPerPart - 1));
         }
     }
     __syncwarp();

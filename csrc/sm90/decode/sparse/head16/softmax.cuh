@@ -1,69 +1,35 @@
 // Scores to the weights of V: an online softmax whose reference moves only when it must. Behind a block's scores each score warp
-// works out the weights of its own heads and the factors of a row of V's scales, and hands them over. A value warp multiplies the
-// weights by the factors of its own dims of V.
+// works out the weights of its own heads, and hands them over.
 #pragma once
 #include <cfloat>
 #include <cmath>
 
 #include "ptx/convert.cuh"
-#include "ptx/packed.cuh"
 #include "ptx/reduce.cuh"
 #include "sm90/decode/sparse/cluster_merge.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"
 #include "sm90/decode/sparse/head16/scores.cuh"
-#include "sm90/decode/sparse/head16/values.cuh"
+#include "sm90/decode/sparse/head16/weights.cuh"
 
 namespace flash_mla::sm90::head16 {
 
-// A weight is 2^(score - reference + bias), with scores in powers of two. The reference is set to the largest score of a block
-// when that exceeds it by more than kSlack, so accumulators are rarely rescaled.
-//
-// For e4m3, weights are f16 and stay at or below 2^14 (2^15 times a mantissa). f16 then keeps full precision down to 2^-28
-// of the largest weight and reaches 2^-38 of it; the e4m3 values that they multiply span 2^18. For RoPE, weights are bf16
-// and small, as the values may be anything that bf16 holds and their sum must stay finite.
-inline constexpr float kBias = 6.f, kRopeBias = -16.f;
+// A weight is 2^(score - reference + bias), with scores in powers of two and a bias of weights.cuh. The reference is set to the largest
+// score of a block when that exceeds it by more than kSlack, so accumulators are rarely rescaled.
 inline constexpr float kSlack = 8.f;
 
-// 2^exponent for a whole number, at compile time.
-constexpr float power_of_two(float exponent) {
-    float r = 1.f;
-    for (; exponent > 0.f; exponent -= 1.f) r *= 2.f;
-    for (; exponent < 0.f; exponent += 1.f) r *= 0.5f;
-    return r;
-}
-
-// The factor of V's scale is 2^(its exponent - the largest one of the CTA's keys so far). Where exponents have been further apart
-// than this, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From
-// then on the row's weights are bf16, and so are its values. Keys whose scale is less than 2^-148 of the row's largest count nothing.
-inline constexpr float kScaleSpread = 8.f;
-
-// Where column c of 32 lies among B fragments of two k steps: lane (g, t) reads 16 bytes, of columns 2t, 2t + 1, 2t + 8,
-// 2t + 9 of either step. Column g of a fragment is a head, or has the same factors as the others.
-__device__ __forceinline__ int fragment_place(int column) {
-    return column % 8 / 2 * 16 + column / 16 * 8 + column / 8 % 2 * 4 + column % 2 * 2;
-}
-
-// What a score warp and the value warps share of a block.
-template <class C>
-__device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
-    return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
-}
-
-// A score warp's heads, number i is head warp + i * kScoreWarps, and its row of scales. Lane l has columns l, l + 32, ... of a block.
-// The value warps accumulate in units of 2^(a head's reference + the largest exponent of a row of scales). If these move, they
-// multiply by 2^(old - new).
+// A score warp's heads, number i is head warp + i * kScoreWarps. Lane l has columns l, l + 32, ... of a block. The value warps accumulate
+// in units of 2^(a head's reference). If that moves, they multiply by 2^(old - new).
 template <class C>
 struct Softmax {
     static constexpr int kColumns = C::kKeys / 32;
     float reference[C::kOwnHeads], sum[C::kOwnHeads];   // the same in all lanes; of the weights, each lane has a share
-    float exponent, least;                              // the row's largest; the least of those that the lane has seen
     int keys;                                           // all, in warp 0, if there is a zero row: every key weighs 1 there
 
     // A finite start in place of -inf spares every (-inf) - (-inf).
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) reference[i] = -FLT_MAX, sum[i] = 0.f;
-        exponent = -FLT_MAX, least = FLT_MAX, keys = 0;
+        keys = 0;
     }
 
     // Behind a barrier of the score warps, behind the block's scores.
@@ -71,18 +37,15 @@ struct Softmax {
         const uint32_t place = weight_place<C>(shared, stage);
         if (C::kHasZeroColumn && warp == 0) count_keys(shared, stage, lane);
         // Before the first block there is nothing to rescale.
-        bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
-        const int row = C::kScoreWarps - 1 - warp;
-        if (row < C::kQuantizedRows) updates |= prepare_factors(shared, place, stage, buffer, first, row, lane);
+        const bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
         if (lane == 0) ptx::st_shared_u32(place + C::kUpdateFlagsOffset + 4 * warp, updates);
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
-    // The log-sum-exps of the own heads to every CTA of the cluster, and the row's exponent to the own one, seen behind
-    // the mbarrier `share`. By half a warp a head, a lane a split. By warp 0 also the zero row's, which says too whether the tile `is_rejected`.
+    // The log-sum-exps of the own heads to every CTA of the cluster. By half a warp a head, a lane a split. By warp 0 also the zero row's, which
+    // says too whether the tile `is_rejected`.
     __device__ __forceinline__ void publish(uint32_t shared, SplitsOfTile splits, bool is_rejected, int warp, int lane) {
-        const int row = C::kScoreWarps - 1 - warp, split = lane % kMaxSplits;
-        if (lane == 0 && row < C::kQuantizedRows) ptx::st_shared_f32(shared + C::kRowExponentOffset + 4 * row, exponent);
+        const int split = lane % kMaxSplits;
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) sum[i] = ptx::warp_sum(sum[i]) * power_of_two(-kBias);
         const bool second = lane >= kMaxSplits && C::kOwnHeads == 2;
@@ -189,97 +152,18 @@ struct Softmax {
         }
         return moved;
     }
-
-    // Returns whether the row's update matters.
-    __device__ __forceinline__ bool prepare_factors(uint32_t shared, uint32_t place, Stage stage, ScoreBuffer buffer, bool first, int row, int lane) {
-        const uint32_t from = shared + C::kScaleArraysOffset + C::kScaleArrayBytes + buffer.scale + 4 * (row * C::kScaleStride + lane);
-        float e[kColumns], mantissa[kColumns], largest = exponent;
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) {
-            const float mask = ptx::ld_shared_f32(shared + C::kMaskOffset + stage.mask<C>() + 4 * (lane + 32 * k));   // -inf for what is no key
-            e[k] = ptx::ld_shared_f32(from + 128 * k) + mask;
-            mantissa[k] = C::kHasMantissa ? ptx::ld_shared_f32(from + 128 * k + C::kScaleArrayBytes) : 1.f;
-            if (mantissa[k] == 0.f) e[k] = -INFINITY;   // no matter what
-            largest = fmaxf(largest, e[k]);
-            if (e[k] != -INFINITY) least = fminf(least, e[k]);
-        }
-        const float previous = exponent;
-        exponent = ptx::warp_max(largest);
-        const bool as_bf16 = __any_sync(0xffffffffu, least < exponent - kScaleSpread);
-        const uint32_t to = place + C::kFactorOffset + row * (kColumns * 64) + fragment_place(lane);
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) {
-            if (as_bf16) {   // in the same units, though weights in bf16 are less
-                const float factor = ptx::ex2(e[k] - exponent + (kBias - kRopeBias)) * mantissa[k];
-                ptx::st_shared_u16(to + 64 * k, ptx::cvt_bf16x2_f32(factor, 0.f));
-            } else {
-                ptx::st_shared_u16(to + 64 * k, ptx::cvt_f16x2_f32(ptx::ex2_ftz(e[k] - exponent) * mantissa[k], 0.f));
-            }
-        }
-        if (lane == 0) ptx::st_shared_f32x2(place + C::kRowUpdateOffset + 8 * row, {ptx::ex2(previous - exponent), as_bf16 ? 1.f : 0.f});
-        return (!first && exponent != previous) || as_bf16;
-    }
 };
 
-// By a value warp, when the block has been weighed: what it has accumulated is rescaled where need be. Returns whether the block's
-// weights are bf16 though its values are e4m3.
+// By a value warp, when the block has been weighed: what it has accumulated of heads is rescaled where need be.
 template <class C>
-__device__ __forceinline__ bool follow_updates(Accumulator<C>& acc, uint32_t place, const WarpRole<C>& role, int lane) {
+__device__ __forceinline__ void follow_updates(Accumulator<C>& acc, uint32_t place, int lane) {
     static_assert(C::kScoreWarps == 8);
     const uint4 flags0 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset), flags1 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset + 16);
-    bool as_bf16 = false;
-    if ((flags0.x | flags0.y | flags0.z | flags0.w | flags1.x | flags1.y | flags1.z | flags1.w) != 0) {
-        float2 row = {1.f, 0.f};
-        if (!role.value_is_rope) row = ptx::ld_shared_f32x2(place + C::kRowUpdateOffset + 8 * role.value_scale_row);
-        as_bf16 = row.y != 0.f;
+    if ((flags0.x | flags0.y | flags0.z | flags0.w | flags1.x | flags1.y | flags1.z | flags1.w) == 0) return;
 #pragma unroll
-        for (int n = 0; n < C::kHeadGroups; ++n) {   // heads 2t and 2t + 1
-            const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));
-            acc.rescale(n, row.x * head.x, row.x * head.y);
-        }
-        if constexpr (C::kHasZeroColumn) acc.rescale(C::kHeadGroups, row.x, row.x);
-    }
-    return as_bf16;
-}
-
-// 2^exponent as an f16 or a bf16, twice.
-constexpr uint32_t f16x2_power_of_two(int exponent) { return ((15 + exponent) << 10) * 0x10001u; }
-constexpr uint32_t bf16x2_power_of_two(int exponent) { return ((127 + exponent) << 7) * 0x10001u; }
-
-// Then the block's weights, times the factors of its own dims.
-template <class C>
-__device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t place, bool as_bf16, const WarpRole<C>& role, int lane) {
-    constexpr int kPairs = C::kKeyGroups / 2;
-    // Of the zero row every key weighs 2^0 (what is no key has zeros for V), in all columns of its group.
-    constexpr uint32_t kOne = f16x2_power_of_two(static_cast<int>(kBias)), kRopeOne = bf16x2_power_of_two(static_cast<int>(kRopeBias));
-    const auto take = [&](uint32_t weights, uint32_t zero_row_weight, auto multiply) {
-#pragma unroll
-        for (int pair = 0; pair < kPairs; ++pair) {
-#pragma unroll
-            for (int n = 0; n < C::kColumnGroups; ++n) {
-                uint4 x;
-                if (n < C::kHeadGroups) x = ptx::ld_shared_v4(weights + 16 * lane + 512 * (kPairs * n + pair));
-                else x = make_uint4(zero_row_weight, zero_row_weight, zero_row_weight, zero_row_weight);
-                x = multiply(pair, x);
-                w[2 * pair][n][0] = x.x, w[2 * pair][n][1] = x.y, w[2 * pair + 1][n][0] = x.z, w[2 * pair + 1][n][1] = x.w;
-            }
-        }
-    };
-    if (role.value_is_rope) {
-        take(place + C::kWeightBytes, kRopeOne, [](int, uint4 x) { return x; });
-        return;
-    }
-    uint4 f[kPairs];
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) f[pair] = ptx::ld_shared_v4(place + C::kFactorOffset + role.value_scale_row * (kPairs * 64) + 64 * pair + 16 * (lane % 4));
-    if (as_bf16) {
-        take(place + C::kWeightBytes, kRopeOne, [&](int pair, uint4 x) {
-            return make_uint4(ptx::mul_bf16x2(x.x, f[pair].x), ptx::mul_bf16x2(x.y, f[pair].y), ptx::mul_bf16x2(x.z, f[pair].z), ptx::mul_bf16x2(x.w, f[pair].w));
-        });
-    } else {
-        take(place, kOne, [&](int pair, uint4 x) {
-            return make_uint4(ptx::mul_f16x2(x.x, f[pair].x), ptx::mul_f16x2(x.y, f[pair].y), ptx::mul_f16x2(x.z, f[pair].z), ptx::mul_f16x2(x.w, f[pair].w));
-        });
+    for (int n = 0; n < C::kHeadGroups; ++n) {   // heads 2t and 2t + 1
+        const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));
+        acc.rescale(n, head.x, head.y);
     }
 }
 

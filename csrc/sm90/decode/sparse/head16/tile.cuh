@@ -95,18 +95,31 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         uint32_t value_at = value_address(shared_address, role, lane);
         Accumulator<C> acc;
         acc.clear();
+        ValueScales<C> scales;
+        scales.clear();
         for (int i = 0; i < blocks; ++i) {
+            // With a zero column registers are short: what follows from the lane is worked out anew.
+            const int same_lane = C::kHasZeroColumn ? ptx::opaque(lane) : lane;
+            if constexpr (C::kHasZeroColumn) value_at = value_address(shared_address, role, same_lane);
             feeder.ring.wait(stage);
+            if (!role.value_is_rope) {
+                const float factor = scales.take(shared_address, stage, role, same_lane);
+                if (factor != 1.f && i > 0) acc.rescale(factor);
+            }
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
             const uint32_t place = weight_place<C>(shared_address, stage);
-            const bool as_bf16 = follow_updates<C>(acc, place, role, lane);
-            if constexpr (C::kHasZeroColumn) value_at = value_address(shared_address, role, ptx::opaque(lane));   // anew: registers are short
+            follow_updates<C>(acc, place, lane);
             WeightFragments<C> weights;
-            take_weights<C>(weights, place, as_bf16, role, lane);
-            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, as_bf16);
+            take_weights<C>(weights, shared_address, place, scales, role, same_lane);
+            acc.multiply(weights, value_at + stage.rows, role.value_is_rope, scales.are_spread());
             if (i + 1 == blocks) break;
-            sync_value_warps<C>();   // nobody needs the block any more
-            feeder.copy(i + C::kStages, stage);
+            feeder.ring.release(stage);
+            // The last block's stage is filled again, not this one's: nobody has to wait until the slowest warp is done with it.
+            if (i > 0 && i - 1 + C::kStages < blocks) {
+                const Stage last = stage.previous<C>();
+                feeder.ring.wait_until_free(last);
+                feeder.copy(i - 1 + C::kStages, last);
+            }
             stage = stage.next<C>();
         }
         ptx::barrier_cluster_arrive_relaxed();
@@ -117,11 +130,11 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             return false;
         }
         if (writes_alone) {
-            write_alone<C>(p, acc, role, shared_address, lane);
+            write_alone<C>(p, acc, scales.exponent, role, shared_address, lane);
             return true;
         }
         ptx::barrier_cluster_wait();
-        send_partial<C>(acc, role, shared_address, SplitsOfTile(p), lane);
+        send_partial<C>(acc, scales.exponent, role, shared_address, SplitsOfTile(p), lane);
         if constexpr (C::kMovesRegisters) ptx::setmaxnreg_inc<128>();
     }
 

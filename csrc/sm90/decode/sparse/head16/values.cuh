@@ -26,12 +26,17 @@ struct Accumulator {
             }
         }
     }
-    // Of heads 8 n + 2t and + 2t + 1.
+    // Of heads 8 n + 2t and + 2t + 1, or of all.
     __device__ __forceinline__ void rescale(int n, float factor0, float factor1) {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {
             out[u][n][0] *= factor0, out[u][n][1] *= factor1, out[u][n][2] *= factor0, out[u][n][3] *= factor1;
         }
+    }
+
+    __device__ __forceinline__ void rescale(float factor) {
+#pragma unroll
+        for (int n = 0; n < C::kColumnGroups; ++n) rescale(n, factor, factor);
     }
 
     // Of a block. `value_at`: this lane's row, for ldmatrix, of the warp's first dims in the first one.

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_decode_kernel(const __g
         keys.load_lengths(p, work.batch);
         TileQuery<C> query;
         query.load(p, p.q_aligned16, work.query(p), work.first_head, work.rows, threadIdx.x);
-        consume_tile<C>(p, shared, splits, query, keys.blocks, warp, lane);
+        consume_tile<C, false>(p, shared, splits, query, keys.blocks, warp, lane);
     }
     merge_tile<C>(p, shared);
 }

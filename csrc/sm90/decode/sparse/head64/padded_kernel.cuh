@@ -81,15 +81,16 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     SplitKeys keys = {feeder.lists, same_splits.rank, same_splits.rank * p.groups_per_split, static_cast<int>(ptx::uniform(feeder.blocks))};
     keys.lists.find(p, same);
     const int producer = ptx::opaque(warp) - C::kConsumers / 32;
+    const int kept_lane = __shfl_sync(0xffffffffu, lane, lane);   // or ptxas reads threadIdx.x again in each iteration, which takes long
     // (In this order: ptxas puts the producers' code, which is needed sooner, in front.)
     if (producer < 0) {
         TileQuery<C> query;
         query.load(p, /*q_is_aligned16=*/true, same.query(p), same.first_head, same.rows, threadIdx.x);
-        consume_tile<C>(p, shared, splits, query, keys.blocks, warp, lane);
+        consume_tile<C, true>(p, shared, splits, query, keys.blocks, warp, kept_lane);
     } else {
         // If it only looked so.
         if (is_padded) KeyFinder<C>::find(p, keys, 0, KeyFinder<C>::load_slot(p, keys, 0, producer, lane), shared, producer, lane);
-        produce_tile<C>(p, shared, keys, producer, lane);
+        produce_tile<C>(p, shared, keys, producer, kept_lane);
     }
     merge_tile<C>(p, shared);
 }

@@ -50,14 +50,15 @@ __device__ __forceinline__ void produce_tile(const SparseDecodeParams& p, uint32
 }
 
 // By the consumers. (Q is stored before more registers are taken: that waits for the producers to give theirs up.)
-template <class C>
+// kLaneIsKept: `lane` is one that ptxas does not read from threadIdx.x again, and so should be what follows from it.
+template <class C, bool kLaneIsKept>
 __device__ __forceinline__ void consume_tile(const SparseDecodeParams& p, uint32_t shared, SplitsOfTile splits, TileQuery<C>& query, int blocks,
                                              int warp, int lane) {
     query.store(shared, threadIdx.x);
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     ptx::barrier_sync(kConsumerBarrier, C::kConsumers);
 
-    const int half = warp / 4, thread = threadIdx.x % kWarpgroup;
+    const int half = warp / 4, thread = kLaneIsKept ? 32 * (warp % 4) + lane : threadIdx.x % kWarpgroup;
     const Consumer<C> self = {shared, half, thread, warp % 4, lane};
     Accumulators<C> out;
     RowSums rows;

@@ -106,11 +106,12 @@ struct Config {
     static constexpr int kScoreOffset = kRingOffset + kStages * kStageBytes;
     static constexpr int kIncomingOffset = kScoreOffset;
     static constexpr int kScaleOffset = kScoreOffset + 2 * kScoreBytes;
-    static constexpr int kMaskOffset = kScaleOffset + 2 * kScaleBytes;                  // [stage][key]: 0, or -inf for what is no key
+    static constexpr int kMaskOffset = kScaleOffset + kScaleBytes;                      // [stage][key]: 0, or -inf for what is no key
     static constexpr int kFactorOffset = kMaskOffset + kStages * kKeys * 4;             // [value warp][key], see weights.cuh
     static constexpr int kWeightOffset = kFactorOffset + kValueWarps * kKeys * 2;
     static_assert(kWeightOffset % 16 == 0);
-    static constexpr int kQueryOffset = kWeightOffset;   // in the beginning
+    // In the beginning. What value warps store meanwhile, masks and factors, lies ahead of it.
+    static constexpr int kQueryOffset = kWeightOffset;
     static constexpr int kUnscaleOffset = kQueryOffset + kQueryBytes;
     static constexpr int kZeroIncomingOffset = kIncomingOffset + incoming_bytes(kUnitBytes, kSendsBf16);   // [split][unit][dim] fp32
     static constexpr int kZeroUnitBytes = kHasZeroColumn ? kUnitDims * 4 : 0, kZeroIncomingBytes = incoming_bytes(kZeroUnitBytes, false);

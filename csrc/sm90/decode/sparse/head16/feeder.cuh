@@ -1,4 +1,4 @@
-// Keeps the ring filled: finds a CTA's keys and starts their copies, as many blocks ahead as it has stages, less one.
+// Keeps the ring filled: finds a CTA's keys and starts their copies, at first as many blocks as it has stages, then each a block late.
 //
 // A value warp finds its keys of kBlocksPerRound blocks at once: lane kKeysPerWarp * b + k the k-th of block b of the round.
 // While it copies a round's blocks, one after the other, the slots of the next round are on their way.

@@ -60,7 +60,7 @@ struct PartialWeight {
     float share[C::kColumnGroups][2], power;
 
     __device__ __forceinline__ PartialWeight(int exponent, const WarpRole<C>& role, uint32_t shared, int lane) {
-        const float unbias = role.value_is_rope ? power_of_two(-kRopeBias) : power_of_two(-kBias);
+        const float unbias = role.value_is_rope ? power_of_two(-kBf16Bias) : power_of_two(-kBias);
         power = role.value_is_rope ? 1.f : ptx::ex2(static_cast<float>(exponent));
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {

@@ -12,7 +12,7 @@
 
 namespace flash_mla::sm90::head16 {
 
-// A stage of the ring as offsets: of its rows, its barrier, its masks; and the parity of the barrier's phase.
+// A stage of the ring as offsets: of its rows, its barriers (three, in step), its masks; and the parity of the barriers' phase.
 struct Stage {
     uint32_t rows = 0, barrier = 0, parity = 0;
 
@@ -53,7 +53,7 @@ struct Ring {
         }
     }
     __device__ __forceinline__ void wait(Stage s) const { ptx::mbarrier_wait(barrier(s), s.parity); }
-    // By the value warps: they are done with the stage's block, and before another takes its place they all are.
+    // By the value warps: one is done with the stage's block; all of them are.
     __device__ __forceinline__ void release(Stage s) const { ptx::mbarrier_arrive(shared + C::kFreeBarrierOffset + s.barrier); }
     __device__ __forceinline__ void wait_until_free(Stage s) const { ptx::mbarrier_wait(shared + C::kFreeBarrierOffset + s.barrier, s.parity); }
 

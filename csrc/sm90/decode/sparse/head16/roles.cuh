@@ -37,7 +37,7 @@ struct WarpRole {
     }
 };
 
-// Barriers of a part of the CTA.
+// The score warps' named barrier.
 inline constexpr int kScoreBarrier = 1;
 template <class C>
 __device__ __forceinline__ void sync_score_warps() { ptx::barrier_sync(kScoreBarrier, 32 * C::kScoreWarps); }

@@ -11,7 +11,7 @@
 
 namespace flash_mla::sm90::head16 {
 
-// Where a lane reads and writes while it computes scores: addresses in shared memory, of stage or buffer 0 and octet 0.
+// Where a lane reads and writes while it computes scores: addresses in shared memory, of stage 0, buffer 0 of the scores and octet 0.
 template <class C>
 struct ScoreAddresses {
     using Record = typename C::Record;
@@ -38,15 +38,6 @@ struct ScoreAddresses {
         scale_load = pair + (C::kScaleOffset + 4 * (C::kScaleRowsPerPart * part * C::kScaleStride + warp_key));
         mask = pair + (C::kMaskOffset + 4 * warp_key);
         score = score_pair + (C::kScoreOffset + 4 * (part * C::kHeads * C::kScoreStride + warp_key));
-    }
-};
-
-// One of the two buffers for scores and scales, as offsets.
-struct ScoreBuffer {
-    uint32_t score = 0, scale = 0;
-    template <class C>
-    __device__ __forceinline__ ScoreBuffer other() const {
-        return {C::kScoreBytes - score, C::kScaleBytes - scale};
     }
 };
 
@@ -79,11 +70,11 @@ struct Product {
     }
 };
 
-// Scores of the warp's keys over the dims of `part`, and their scales, to shared memory. Returns whether those of the first head, which some
+// Scores of the warp's keys over the dims of `part` to one of the two buffers, an offset. Returns whether those of the first head, which some
 // lanes have, are finite: then the zero row's are 0, as no key holds a NaN or an infinity, which would make NaN of 0 as well. (They may also be infinite
 // because a product of finite numbers leaves fp32's range.)
 template <class C, bool kQueryIsBf16>
-__device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at, Stage stage, ScoreBuffer buffer,
+__device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_log2, const ScoreAddresses<C>& at, Stage stage, uint32_t buffer,
                                                int part, int lane) {
     const int t = lane % 4;
     const bool rope_last = last_tile_is_rope<C>(part);
@@ -150,7 +141,7 @@ __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_lo
     auto add_tile = [&](int j) {
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
-            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + buffer.scale + o * kOctetColumnBytes + 4 * (j / C::kTilesPerScale * C::kScaleStride));
+            const float2 scale = ptx::ld_shared_f32x2(at.scale_load + o * kOctetColumnBytes + 4 * (j / C::kTilesPerScale * C::kScaleStride));
 #pragma unroll
             for (int n = 0; n < C::kHeadGroups; ++n) {
                 s[o][n][0] = fmaf(product[j % 2][o].at(n, 0) * q.unscale[j][n], scale.x, s[o][n][0]);
@@ -159,11 +150,11 @@ __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_lo
         }
     };
     multiply_tile(0);
-    // The scales change hands: from the lane that has read one to those of its column.
+    // The scales change hands: from the lane that has read one to those of its column. (All have had the last block's before its barrier.)
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o) {
         if (t < C::kScaleRowsPerPart) {
-            ptx::st_shared_f32(at.scale_store + buffer.scale + o * kOctetColumnBytes, scale_as_f32<C>(scales[o], rope_last && t == C::kScaleRowsPerPart - 1));
+            ptx::st_shared_f32(at.scale_store + o * kOctetColumnBytes, scale_as_f32<C>(scales[o], rope_last && t == C::kScaleRowsPerPart - 1));
         }
     }
     __syncwarp();
@@ -194,7 +185,7 @@ __device__ __forceinline__ bool compute_scores(const Query<C>& q, float scale_lo
 #pragma unroll
         for (int n = 0; n < C::kHeadGroups; ++n) {
             const float2 masked = {mask.x < 0.f ? mask.x : s[o][n][0], mask.y < 0.f ? mask.y : s[o][n][1]};
-            ptx::st_shared_f32x2(at.score + buffer.score + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
+            ptx::st_shared_f32x2(at.score + buffer + o * kOctetColumnBytes + 4 * (8 * n * C::kScoreStride), masked);
         }
         are_finite &= (mask.x < 0.f || fabsf(s[o][0][0]) < INFINITY) && (mask.y < 0.f || fabsf(s[o][0][1]) < INFINITY);
     }

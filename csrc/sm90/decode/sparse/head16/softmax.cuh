@@ -33,7 +33,7 @@ struct Softmax {
     }
 
     // Behind a barrier of the score warps, behind the block's scores.
-    __device__ __forceinline__ void hand_over(uint32_t shared, Stage stage, ScoreBuffer buffer, bool first, int warp, int lane) {
+    __device__ __forceinline__ void hand_over(uint32_t shared, Stage stage, uint32_t buffer, bool first, int warp, int lane) {
         const uint32_t place = weight_place<C>(shared, stage);
         if (C::kHasZeroColumn && warp == 0) count_keys(shared, stage, lane);
         // Before the first block there is nothing to rescale.
@@ -115,9 +115,9 @@ struct Softmax {
 
     static_assert(kMaxSplits == 16);
     // Returns whether a reference has moved.
-    __device__ __forceinline__ bool weigh_heads(uint32_t shared, uint32_t place, ScoreBuffer buffer, int warp, int lane) {
+    __device__ __forceinline__ bool weigh_heads(uint32_t shared, uint32_t place, uint32_t buffer, int warp, int lane) {
         float s[C::kOwnHeads][kColumns], largest[C::kOwnHeads];
-        const uint32_t from = shared + C::kScoreOffset + buffer.score + 4 * (warp * C::kScoreStride + lane);
+        const uint32_t from = shared + C::kScoreOffset + buffer + 4 * (warp * C::kScoreStride + lane);
 #pragma unroll
         for (int i = 0; i < C::kOwnHeads; ++i) {
             largest[i] = -FLT_MAX;
@@ -147,7 +147,7 @@ struct Softmax {
                 const float weight = ptx::ex2_ftz((s[i][k] - reference[i]) + kBias);   // in this order: both may be huge
                 sum[i] += weight;
                 ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k, ptx::cvt_f16x2_f32(weight, 0.f));
-                ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k + C::kWeightBytes, ptx::cvt_bf16x2_f32(weight * power_of_two(kRopeBias - kBias), 0.f));
+                ptx::st_shared_u16(to + kColumns * 512 * i + 512 * k + C::kWeightBytes, ptx::cvt_bf16x2_f32(weight * power_of_two(kBf16Bias - kBias), 0.f));
             }
         }
         return moved;

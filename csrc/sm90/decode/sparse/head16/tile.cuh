@@ -2,6 +2,7 @@
 #pragma once
 #include "sm90/decode/sparse/head16/feeder.cuh"
 #include "sm90/decode/sparse/head16/merge.cuh"
+#include "sm90/decode/sparse/head16/weights.cuh"
 #include "sm90/decode/sparse/head16/zero_rows.cuh"
 
 namespace flash_mla::sm90::head16 {
@@ -46,7 +47,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         q.take(C::kMayBeWide && is_bf16, shared, role.part, lane);
         Softmax<C> softmax;
         softmax.clear();
-        ScoreBuffer buffer;
+        uint32_t buffer = 0;   // for scores: 0 or the second
         for (int i = 0; i < blocks; ++i) {
             feeder.ring.wait(stage);
             bool are_finite;
@@ -55,7 +56,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             if (C::kHasZeroColumn && !are_finite) reject<C>(shared_address);
             sync_score_warps<C>();   // the block's scores are there
             softmax.hand_over(shared_address, stage, buffer, i == 0, warp, lane);
-            stage = stage.next<C>(), buffer = buffer.other<C>();
+            stage = stage.next<C>(), buffer = C::kScoreBytes - buffer;
         }
         // The log-sum-exps go round. When all warps of the cluster are done with their last block's scores and weights, the place
         // of these is free to receive.
@@ -98,13 +99,13 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         ValueScales<C> scales;
         scales.clear();
         for (int i = 0; i < blocks; ++i) {
-            // With a zero column registers are short: what follows from the lane is worked out anew.
+            // With a zero column registers are short: what follows from the lane is mostly worked out anew.
             const int same_lane = C::kHasZeroColumn ? ptx::opaque(lane) : lane;
             if constexpr (C::kHasZeroColumn) value_at = value_address(shared_address, role, same_lane);
             feeder.ring.wait(stage);
             if (!role.value_is_rope) {
-                const float factor = scales.take(shared_address, stage, role, same_lane);
-                if (factor != 1.f && i > 0) acc.rescale(factor);
+                const float rescale = scales.prepare_factors(shared_address, stage, role, same_lane);
+                if (rescale != 1.f && i > 0) acc.rescale(rescale);
             }
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
             const uint32_t place = weight_place<C>(shared_address, stage);
@@ -114,11 +115,11 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             acc.multiply(weights, value_at + stage.rows, role.value_is_rope, scales.are_spread());
             if (i + 1 == blocks) break;
             feeder.ring.release(stage);
-            // The last block's stage is filled again, not this one's: nobody has to wait until the slowest warp is done with it.
+            // The stage of the block before is filled again, not this one's: nobody has to wait until the slowest warp is done with it.
             if (i > 0 && i - 1 + C::kStages < blocks) {
-                const Stage last = stage.previous<C>();
-                feeder.ring.wait_until_free(last);
-                feeder.copy(i - 1 + C::kStages, last);
+                const Stage before = stage.previous<C>();
+                feeder.ring.wait_until_free(before);
+                feeder.copy(i - 1 + C::kStages, before);
             }
             stage = stage.next<C>();
         }

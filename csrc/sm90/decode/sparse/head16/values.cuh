@@ -1,8 +1,9 @@
 // P V: each warp accumulates its own dims of V over all keys of the CTA.
 #pragma once
+#include "ptx/convert.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "sm90/decode/sparse/head16/roles.cuh"
-#include "sm90/decode/sparse/head16/scores.cuh"
 
 namespace flash_mla::sm90::head16 {
 
@@ -26,7 +27,7 @@ struct Accumulator {
             }
         }
     }
-    // Of heads 8 n + 2t and + 2t + 1, or of all.
+    // Column group n, its columns 2t and 2t + 1; or all.
     __device__ __forceinline__ void rescale(int n, float factor0, float factor1) {
 #pragma unroll
         for (int u = 0; u < C::kValueUnits; ++u) {

@@ -14,16 +14,16 @@
 
 namespace flash_mla::sm90::head16 {
 
-// A weight is 2^(score - reference + bias). For e4m3, weights are f16 and stay at or below 2^14 (2^15 times a mantissa). f16 then keeps
-// full precision down to 2^-28 of the largest weight and reaches 2^-38 of it; the e4m3 values that they multiply span 2^18. For RoPE,
-// weights are bf16 and small, as the values may be anything that bf16 holds and their sum must stay finite.
-inline constexpr float kBias = 6.f, kRopeBias = -16.f;
+// A weight is 2^(score - reference + bias), in f16 and in bf16. For e4m3, those in f16 are mostly good: they stay at or below 2^14 (2^15 times a
+// mantissa), and f16 then keeps full precision down to 2^-28 of the largest weight and reaches 2^-38 of it; the e4m3 values that they multiply
+// span 2^18. Those in bf16, for RoPE, are small, as the values may be anything that bf16 holds and their sum must stay finite.
+inline constexpr int kBias = 6, kBf16Bias = -16;
 
-// 2^exponent for a whole number, at compile time.
-constexpr float power_of_two(float exponent) {
+// 2^exponent, at compile time.
+constexpr float power_of_two(int exponent) {
     float r = 1.f;
-    for (; exponent > 0.f; exponent -= 1.f) r *= 2.f;
-    for (; exponent < 0.f; exponent += 1.f) r *= 0.5f;
+    for (; exponent > 0; --exponent) r *= 2.f;
+    for (; exponent < 0; ++exponent) r *= 0.5f;
     return r;
 }
 // As an f16 or a bf16, twice.
@@ -42,10 +42,10 @@ __device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
     return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
 }
 
-// A key's scale becomes a factor of its weights: scale / 2^(the largest exponent of the CTA's scales so far). In units of that power of two a value
-// warp accumulates. Where exponents have been further apart than this, f16 is too narrow: small weights may meet large scales and count, and so
-// may large weights and small scales. From then on the warp's weights are bf16, and so are its values. Keys whose scale is less than 2^-148
-// of the largest count nothing.
+// A key's scale becomes a factor of its weights: scale / 2^(the largest exponent of the warp's scales so far). In units of that power of two a value
+// warp accumulates. Where exponents have been further apart than kScaleSpread, f16 is too narrow: small weights may meet large scales and count, and
+// so may large weights and small scales. From then on the warp's weights are bf16, and so are its values. Keys whose scale is less than 2^-148
+// of the largest count nothing (V3.2: 2^-155). Subnormal fp32 scales all pass for 2^-127.
 inline constexpr int kScaleSpread = 8;
 inline constexpr int kLeastExponent = -127, kLargestExponent = 128;
 
@@ -56,9 +56,9 @@ __device__ __forceinline__ float exp2_of_int(int exponent) { return __int_as_flo
 struct ExponentScale {
     static constexpr int kBytes = 1;
     int exponent;
-    bool counts;
+    bool counts = true;   // if it is a key's
 
-    __device__ __forceinline__ ExponentScale(uint32_t at, bool is_key) : exponent(static_cast<int>(ptx::ld_shared_u8(at)) - 127), counts(is_key) {}
+    __device__ __forceinline__ explicit ExponentScale(uint32_t at) : exponent(static_cast<int>(ptx::ld_shared_u8(at)) - 127) {}
     __device__ __forceinline__ float times_two_to(int power) const { return exp2_of_int(exponent + power); }
 };
 // fp32, V3.2. What is no key has a scale of 0.
@@ -68,7 +68,7 @@ struct FloatScale {
     int exponent;   // of subnormals -127, of an infinity or NaN, which go on as they are, 0
     bool counts;
 
-    __device__ __forceinline__ FloatScale(uint32_t at, bool) : scale(ptx::ld_shared_f32(at)) {
+    __device__ __forceinline__ explicit FloatScale(uint32_t at) : scale(ptx::ld_shared_f32(at)) {
         const int biased = __float_as_uint(scale) >> 23 & 0xff;
         exponent = biased == 255 ? 0 : biased - 127, counts = scale != 0.f;
     }
@@ -90,16 +90,20 @@ struct ValueScales {
     __device__ __forceinline__ bool are_spread() const { return least < exponent - kScaleSpread; }
 
     // Where the factors of a block lie, of this warp alone: as B fragments, of which every column has the same.
-    __device__ __forceinline__ static uint32_t place(uint32_t shared, const WarpRole<C>& role) {
+    __device__ __forceinline__ static uint32_t factor_place(uint32_t shared, const WarpRole<C>& role) {
         return shared + C::kFactorOffset + role.value_warp * (C::kKeys * 2);
     }
     // Works out the factors of a block whose keys have come, in f16 or bf16, in the same units, though weights in bf16 are less. Returns by what
-    // that which has been accumulated is to be multiplied: 1 mostly. A lane has columns 2l and 2l + 1, whose rows are four apart: see row_of_column.
-    __device__ __forceinline__ float take(uint32_t shared, Stage stage, const WarpRole<C>& role, int lane) {
+    // that which has been accumulated is to be multiplied: 1 mostly. A lane has columns 2l and 2l + 1, whose rows are four apart (see row_of_column);
+    // of 32 keys the upper lanes have the same as the lower ones.
+    __device__ __forceinline__ float prepare_factors(uint32_t shared, Stage stage, const WarpRole<C>& role, int lane) {
         const int column = 2 * lane % C::kKeys;
         const uint32_t at = shared + C::kRingOffset + stage.rows + row_of_column(column) * C::kRowPitch + C::kScaleInRow + role.value_scale_row * Scale::kBytes;
-        const float2 mask = C::kHasMantissa ? float2{} : ptx::ld_shared_f32x2(shared + C::kMaskOffset + stage.mask<C>() + 4 * column);
-        const Scale scale[2] = {Scale(at, mask.x == 0.f), Scale(at + 4 * C::kRowPitch, mask.y == 0.f)};
+        Scale scale[2] = {Scale(at), Scale(at + 4 * C::kRowPitch)};
+        if constexpr (!C::kHasMantissa) {
+            const float2 mask = ptx::ld_shared_f32x2(shared + C::kMaskOffset + stage.mask<C>() + 4 * column);
+            scale[0].counts = mask.x == 0.f, scale[1].counts = mask.y == 0.f;
+        }
         int largest = kLeastExponent, smallest = kLargestExponent;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -107,11 +111,11 @@ struct ValueScales {
         }
         const int previous = exponent;
         exponent = max(exponent, __reduce_max_sync(0xffffffffu, largest)), least = min(least, __reduce_min_sync(0xffffffffu, smallest));
-        const auto factor = [&](int i, float bias) { return scale[i].times_two_to(static_cast<int>(bias) - exponent); };
-        const uint32_t pair = are_spread() ? ptx::cvt_bf16x2_f32(factor(0, kBias - kRopeBias), factor(1, kBias - kRopeBias))
-                                           : ptx::cvt_f16x2_f32(factor(0, 0.f), factor(1, 0.f));
+        const auto factor = [&](int i, int bias) { return scale[i].times_two_to(bias - exponent); };
+        const uint32_t pair = are_spread() ? ptx::cvt_bf16x2_f32(factor(0, kBias - kBf16Bias), factor(1, kBias - kBf16Bias))
+                                           : ptx::cvt_f16x2_f32(factor(0, 0), factor(1, 0));
         __syncwarp();   // all lanes have had the last block's
-        ptx::st_shared_u32(place(shared, role) + column / 32 * 64 + fragment_place(column % 32), pair);
+        ptx::st_shared_u32(factor_place(shared, role) + column / 32 * 64 + fragment_place(column % 32), pair);
         __syncwarp();
         return previous == exponent ? 1.f : ptx::ex2(static_cast<float>(previous - exponent));
     }
@@ -121,9 +125,9 @@ struct ValueScales {
 template <class C>
 __device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t shared, uint32_t place, const ValueScales<C>& scales, const WarpRole<C>& role, int lane) {
     // Of the zero row every key weighs 2^0 (what is no key has zeros for V), in all columns of its group.
-    constexpr uint32_t kOne = f16x2_power_of_two(static_cast<int>(kBias)), kOneAsBf16 = bf16x2_power_of_two(static_cast<int>(kRopeBias));
+    constexpr uint32_t kOne = f16x2_power_of_two(kBias), kOneAsBf16 = bf16x2_power_of_two(kBf16Bias);
     constexpr int kPairs = C::kKeyGroups / 2;   // of k steps
-    const uint32_t factors = scales.place(shared, role) + 16 * (lane % 4);
+    const uint32_t factors = scales.factor_place(shared, role) + 16 * (lane % 4);
     const auto take = [&](uint32_t weights, uint32_t zero_row_weight, auto multiply) {
 #pragma unroll
         for (int pair = 0; pair < kPairs; ++pair) {

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) maybe_padded_kernel(const __gr
     SplitKeys keys = {feeder.lists, same_splits.rank, same_splits.rank * p.groups_per_split, static_cast<int>(ptx::uniform(feeder.blocks))};
     keys.lists.find(p, same);
     const int producer = ptx::opaque(warp) - C::kConsumers / 32;
-    const int kept_lane = __shfl_sync(0xffffffffu, lane, lane);   // or ptxas reads threadIdx.x again in each iteration, which takes long
+    const int kept_lane = __shfl_sync(0xffffffffu, lane, lane);   // or ptxas reads threadIdx.x again in the loops, which takes long
     // (In this order: ptxas puts the producers' code, which is needed sooner, in front.)
     if (producer < 0) {
         TileQuery<C> query;

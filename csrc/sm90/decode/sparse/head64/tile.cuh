@@ -50,7 +50,7 @@ __device__ __forceinline__ void produce_tile(const SparseDecodeParams& p, uint32
 }
 
 // By the consumers. (Q is stored before more registers are taken: that waits for the producers to give theirs up.)
-// kLaneIsKept: `lane` is one that ptxas does not read from threadIdx.x again, and so should be what follows from it.
+// kLaneIsKept: see padded_kernel.cuh; the thread's number follows from `lane` then, not from threadIdx.x.
 template <class C, bool kLaneIsKept>
 __device__ __forceinline__ void consume_tile(const SparseDecodeParams& p, uint32_t shared, SplitsOfTile splits, TileQuery<C>& query, int blocks,
                                              int warp, int lane) {

@@ -71,6 +71,23 @@ def test_last_blocks_of_any_length(record, head_tile, block_keys, splits, h_q, d
     assert_close_flashmla(*case.run(forced(head_tile, splits, block_keys)), *case.reference())
 
 
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 6, 7, 8, 9, 13])
+@pytest.mark.parametrize("head_tile, block_keys", TILES)
+def test_blocks_around_the_stages_of_the_ring(record, head_tile, block_keys, blocks, device):
+    """4 stages of 64 keys or 6 of 32: fewer blocks than that fill them once, more fill them again.
+
+    The last block is whole, or one of a few keys. Of 40 heads those from 16 on may be padding.
+    """
+    for real, missing in (16, 0), (40, block_keys - 3):
+        topk = 2 * blocks * block_keys - missing
+        case = make_case(
+            2, 1, 40, topk, record=record, device=device, sinks=True, invalid_fraction=0.02
+        )
+        case.q[:, :, real:] = 0
+        meta = forced(head_tile, 2, block_keys)
+        assert_close_flashmla(*case.run(meta), *case.reference())
+
+
 def test_every_split_count_that_the_plan_chooses(record, device):
     """One call for each plan found over the shapes that callers have."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -211,6 +211,26 @@ def test_one_group_of_dims_with_scales_far_apart(record, h_q, device):
     check_rows(case, lse_abs=2e-5)
 
 
+@pytest.mark.parametrize("offset", [-110, -30, -9, -3, 3, 9, 30, 110, "no key"])
+def test_first_key_of_a_split_with_a_scale_of_its_own(record, offset, device):
+    """Tiles of 8 and 16 rows take their units for V from it. It is zeros, so the others decide the result."""
+    case = make_case(2, 1, 16, 300, record=record, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    slots = torch.arange(case.kv.shape[0] * case.kv.shape[1], device=device)
+    case.indices = slots[:300].int().expand(2, 1, -1).contiguous()
+    first = ((slots == 0) | (slots == 160)).view(case.kv.shape[:2])[..., None]  # of two splits
+    if offset == "no key":
+        case.indices[..., [0, 160]] = -1
+        offset = 0
+    shape = (*case.kv.shape[:2], record.num_scales)
+    exponents = 127 - 8 + torch.randint(-3, 4, shape, generator=generator, device=device)
+    exponents = torch.where(first, 127 - 8 + offset, exponents)
+    rope = torch.randn(*case.kv.shape[:2], record.rope_dims, generator=generator, device=device) / 10
+    data = torch.where(first, 0, random_data(case, generator, largest=0x40))
+    fill(case, data, exponents.to(torch.uint8), rope)
+    check_rows(case, lse_abs=2e-5)
+
+
 @pytest.mark.parametrize("where", ["some", "first", "last", "all"])
 def test_v32_scales_of_zero(where, device):
     """Zeros in some group of dims, which say nothing about the scales of other keys."""

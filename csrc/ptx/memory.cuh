@@ -132,7 +132,10 @@ __device__ __forceinline__ void st_shared_f32x2(uint32_t address, float2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
-// The lower half.
+// The lowest byte, or the lower half.
+__device__ __forceinline__ void st_shared_u8(uint32_t address, uint32_t v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint32_t v) {
     asm volatile("{.reg .b16 lo, hi;\n mov.b32 {lo, hi}, %1;\n st.shared.u16 [%0], lo;}" ::"r"(address), "r"(v) : "memory");
 }

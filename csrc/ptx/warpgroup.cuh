@@ -1,4 +1,4 @@
-// Warpgroups: registers that change hands, and barriers of a part of the CTA.
+// Warps and warpgroups: one lane for all, registers that change hands, and barriers of a part of the CTA.
 #pragma once
 #include <cstdint>
 
@@ -17,6 +17,13 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 // The same value, for the compiler too, in all lanes. Behind a branch on one that it does not know to be, it computes no addresses and
 // descriptors in uniform registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// True in one lane of the warp, which has to be whole.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t elected;
+    asm volatile("{.reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+    return elected;
+}
 
 // Barrier number `id` (0 is __syncthreads's) of `threads` threads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {

@@ -30,9 +30,9 @@ struct Config {
     static constexpr int kScoreWarps = 8, kValueWarps = 8;
     static constexpr int kWarps = kScoreWarps + kValueWarps;
     static constexpr int kThreads = 32 * kWarps;
-    // With much of Q and many keys in their hands, score warps take registers over from the value warps.
-    static constexpr bool kMovesRegisters = kHeadGroups == 2 || kKeys == 64;
-    static constexpr int kScoreRegisters = 160, kValueRegisters = 256 - kScoreRegisters;
+    // With much of Q in their hands, of V3.2 RoPE as well, score warps take registers over from the value warps, if these can spare them.
+    static constexpr bool kMovesRegisters = kHeadGroups == 2;
+    static constexpr int kScoreRegisters = Record::kRopeInV || kHasZeroColumn ? 152 : 160, kValueRegisters = 256 - kScoreRegisters;
 
     // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
     static constexpr int kDimParts = 2;
@@ -62,6 +62,7 @@ struct Config {
     static constexpr int kKeysPerWarp = kKeys / kValueWarps;   // that a value warp fetches
     static constexpr int kBlocksPerRound = 32 / kKeysPerWarp;   // that it finds at once, a lane a key
     static_assert(kStages <= kBlocksPerRound);
+    static constexpr bool kRefillsTogether = kHeadGroups == 2 && kKeys == 64 && !kHasZeroColumn;   // see KeyFeeder::refill
     static constexpr int kCopiesPerKey = Record::kScalesAfterRows ? 2 : 1;
     static constexpr int kRowPitch = Record::kScalesAfterRows ? Record::kRowBytes + 16 : Record::kRowBytes;
     static constexpr int kScaleInRow = Record::kScalesAfterRows ? Record::kRowBytes : Record::kScaleOffset;
@@ -80,9 +81,9 @@ struct Config {
     static constexpr int kOwnHeads = kHeads / kScoreWarps;   // whose softmax a score warp computes
     static constexpr int kWeightBytes = kHeads * kKeys * 2;
     static constexpr int kHeadRescaleOffset = 2 * kWeightBytes;                  // [head], from the place's start
-    static constexpr int kUpdateFlagsOffset = kHeadRescaleOffset + kHeads * 4;   // [score warp]
+    static constexpr int kUpdateFlagsOffset = kHeadRescaleOffset + kHeads * 4;   // [score warp] bytes
     static_assert(kUpdateFlagsOffset % 16 == 0);
-    static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + kScoreWarps * 4;
+    static constexpr int kWeightPlaceBytes = kUpdateFlagsOffset + (kScoreWarps + 15) / 16 * 16;
     static constexpr int kQueryBytes = kTiles * kFragmentsPerTile * 512;   // [tile][fragment][32 lanes] of 16 bytes
     static constexpr int kUnscaleBytes = kTiles * kHeads * 4;              // [tile][head]
     static constexpr int kScaleStride = kKeys + 8;                        // floats; as kScoreStride
@@ -137,7 +138,7 @@ __device__ __forceinline__ bool last_tile_is_rope(int part) {
 
 // Keys of an octet change places on their way into matrix products: column c of a product is row (c / 2) + 4 (c % 2).
 // The 16-byte loads of lanes (c, t) and (c + 1, t) then meet rows 4 apart, whose chunks t lie in different banks.
-__device__ __forceinline__ int row_of_column(int column) { return (column & ~7) | (column & 7) >> 1 | (column & 1) << 2; }
+__device__ __forceinline__ uint32_t row_of_column(uint32_t column) { return (column & ~7) | (column & 7) >> 1 | (column & 1) << 2; }
 __device__ __forceinline__ int column_of_row(int row) { return (row & ~7) | (row & 3) << 1 | (row >> 2 & 1); }
 
 }  // namespace flash_mla::sm90::head16

@@ -13,6 +13,7 @@ struct KeyFeeder {
     const SparseDecodeParams& p;
     const Ring<C> ring;
     const int rank, first_group;
+    const int first_key;             // of this warp
     const int block_of_round, key;   // of this lane
     IndexLists lists;
     SlotAddress first_slot;
@@ -24,7 +25,7 @@ struct KeyFeeder {
     __device__ __forceinline__ KeyFeeder(const SparseDecodeParams& params, uint32_t shared, const ClusterWork<C>& work, int cluster_rank,
                                          int value_warp, int lane)
         : p(params), ring{shared}, rank(cluster_rank), first_group(cluster_rank * params.groups_per_split),
-          block_of_round(lane / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane % C::kKeysPerWarp),
+          first_key(C::kKeysPerWarp * value_warp), block_of_round(lane / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane % C::kKeysPerWarp),
           lists(find_lists(params, work)),
           first_slot(params, lists, place_in_round(0)) {
         first_slot.at = ptx::opaque(first_slot.at);
@@ -51,15 +52,31 @@ struct KeyFeeder {
     // Block i, if there is one, into its stage. Block by block.
     __device__ __forceinline__ void copy(int i, Stage s) {
         if (i >= blocks) return;
+        find_round_of(i);
+        copy_own(i, s, true);
+    }
+
+    // The same when a stage is filled again. Where the value warps set the pace, one lane copies the rows, if all are keys: from lane to lane an
+    // instruction that needs uniform registers takes 52 cycles, and so 24. (At the start eight warps wait for the hardware either way.)
+    __device__ __forceinline__ void refill(int i, Stage s) {
+        find_round_of(i);
+        const bool together = C::kRefillsTogether && __all_sync(0xffffffffu, !is_own(i) || found.row != nullptr);
+        if (together) ring.copy_rows(s, first_key, found, C::kKeysPerWarp * (i % C::kBlocksPerRound));
+        copy_own(i, s, !together);
+    }
+
+   private:
+    __device__ __forceinline__ bool is_own(int i) const { return block_of_round == i % C::kBlocksPerRound; }
+    __device__ __forceinline__ void find_round_of(int i) {
         if (i % C::kBlocksPerRound == 0 && i > 0) {
             found = find_key<typename C::Record>(p, lists, place_in_round(i), slot);
             load_next_slots(i + C::kBlocksPerRound);
         }
-        if (block_of_round == i % C::kBlocksPerRound) ring.copy(s, C::kHasZeroColumn ? ptx::opaque(key) : key, found);
+    }
+    __device__ __forceinline__ void copy_own(int i, Stage s, bool with_row) const {
+        if (is_own(i)) ring.copy(s, C::kHasZeroColumn ? ptx::opaque(key) : key, found, with_row);
         __syncwarp();
     }
-
-   private:
     __device__ __forceinline__ static IndexLists find_lists(const SparseDecodeParams& p, const ClusterWork<C>& work) {
         IndexLists lists;
         lists.find(p, work);

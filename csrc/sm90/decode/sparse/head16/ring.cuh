@@ -7,6 +7,7 @@
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/decode/sparse/head16/config.h"
 #include "sm90/decode/sparse/keys.cuh"
 
@@ -57,14 +58,14 @@ struct Ring {
     __device__ __forceinline__ void release(Stage s) const { ptx::mbarrier_arrive(shared + C::kFreeBarrierOffset + s.barrier); }
     __device__ __forceinline__ void wait_until_free(Stage s) const { ptx::mbarrier_wait(shared + C::kFreeBarrierOffset + s.barrier, s.parity); }
 
-    // By the lane that has found the key: its row, its scales, and its mask, which makes the score of what is no key -inf. The row
+    // By the lane that has found the key: its row (or not, see copy_rows), its scales, and its mask, which makes the score of what is no key -inf. The row
     // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
-    __device__ __forceinline__ void copy(Stage s, int key, const KeyAddress& found) const {
+    __device__ __forceinline__ void copy(Stage s, int key, const KeyAddress& found, bool with_row = true) const {
         const uint32_t to = row(s, key), at = barrier(s);
         const bool valid = found.row != nullptr;
         if constexpr (Record::kScalesAfterRows) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);
         if (valid) {
-            ptx::cp_async_bulk(to, found.row, kRowBytes, at);
+            if (with_row) ptx::cp_async_bulk(to, found.row, kRowBytes, at);
         } else {
 #pragma unroll 1
             for (uint32_t i = 0; i < kRowBytes; i += 16) ptx::st_shared_v4(to + i, 0, 0, 0, 0);
@@ -73,6 +74,20 @@ struct Ring {
         ptx::st_shared_f32(shared + C::kMaskOffset + s.mask<C>() + 4 * column_of_row(key), valid ? 0.f : -INFINITY);
         ptx::mbarrier_arrive_expect_tx(at, valid ? kRowBytes : 0);
         if (!valid) ptx::fence_proxy_async();   // the next block of this stage may bring a key
+    }
+
+    // By a whole warp: the rows alone of its keys of a block, all of which are keys, found by lanes from first_lane on.
+    __device__ __forceinline__ void copy_rows(Stage s, int first_key, const KeyAddress& found, int first_lane) const {
+        const uint8_t* rows[C::kKeysPerWarp];
+#pragma unroll
+        for (int k = 0; k < C::kKeysPerWarp; ++k) {
+            rows[k] = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(found.row), first_lane + k));
+        }
+        const uint32_t to = row(s, first_key), at = barrier(s);
+        if (ptx::elect_one()) {
+#pragma unroll
+            for (int k = 0; k < C::kKeysPerWarp; ++k) ptx::cp_async_bulk(to + k * C::kRowPitch, rows[k], kRowBytes, at);
+        }
     }
 };
 

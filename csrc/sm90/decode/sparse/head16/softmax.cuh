@@ -38,7 +38,7 @@ struct Softmax {
         if (C::kHasZeroColumn && warp == 0) count_keys(shared, stage, lane);
         // Before the first block there is nothing to rescale.
         const bool updates = weigh_heads(shared, place, buffer, warp, lane) && !first;
-        if (lane == 0) ptx::st_shared_u32(place + C::kUpdateFlagsOffset + 4 * warp, updates);
+        if (lane == 0) ptx::st_shared_u8(place + C::kUpdateFlagsOffset + warp, updates);
         ptx::mbarrier_arrive(shared + C::kWeighedBarrierOffset + stage.barrier);
     }
 
@@ -154,12 +154,16 @@ struct Softmax {
     }
 };
 
-// By a value warp, when the block has been weighed: what it has accumulated of heads is rescaled where need be.
+// By a value warp, when the block has been weighed: whether references have moved, a byte of each score warp,
 template <class C>
-__device__ __forceinline__ void follow_updates(Accumulator<C>& acc, uint32_t place, int lane) {
+__device__ __forceinline__ uint2 load_updates(uint32_t place) {
     static_assert(C::kScoreWarps == 8);
-    const uint4 flags0 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset), flags1 = ptx::ld_shared_v4(place + C::kUpdateFlagsOffset + 16);
-    if ((flags0.x | flags0.y | flags0.z | flags0.w | flags1.x | flags1.y | flags1.z | flags1.w) == 0) return;
+    return ptx::ld_shared_v2(place + C::kUpdateFlagsOffset);
+}
+// and if any has, what it has accumulated of heads is rescaled.
+template <class C>
+__device__ __forceinline__ void follow_updates(Accumulator<C>& acc, uint2 updates, uint32_t place, int lane) {
+    if ((updates.x | updates.y) == 0) return;
 #pragma unroll
     for (int n = 0; n < C::kHeadGroups; ++n) {   // heads 2t and 2t + 1
         const float2 head = ptx::ld_shared_f32x2(place + C::kHeadRescaleOffset + 32 * n + 8 * (lane % 4));

@@ -97,21 +97,22 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         Accumulator<C> acc;
         acc.clear();
         ValueScales<C> scales;
-        scales.clear();
+        if (blocks > 0) {
+            feeder.ring.wait(stage);
+            scales.begin(shared_address, role);
+        }
         for (int i = 0; i < blocks; ++i) {
             // With a zero column registers are short: what follows from the lane is mostly worked out anew.
             const int same_lane = C::kHasZeroColumn ? ptx::opaque(lane) : lane;
             if constexpr (C::kHasZeroColumn) value_at = value_address(shared_address, role, same_lane);
             feeder.ring.wait(stage);
-            if (!role.value_is_rope) {
-                const float rescale = scales.prepare_factors(shared_address, stage, role, same_lane);
-                if (rescale != 1.f && i > 0) acc.rescale(rescale);
-            }
+            if (!role.value_is_rope) scales.prepare_factors(acc, shared_address, stage, role, same_lane);
             ptx::mbarrier_wait(shared_address + C::kWeighedBarrierOffset + stage.barrier, stage.parity);
             const uint32_t place = weight_place<C>(shared_address, stage);
-            follow_updates<C>(acc, place, lane);
+            const uint2 updates = load_updates<C>(place);
             WeightFragments<C> weights;
             take_weights<C>(weights, shared_address, place, scales, role, same_lane);
+            follow_updates<C>(acc, updates, place, same_lane);
             acc.multiply(weights, value_at + stage.rows, role.value_is_rope, scales.are_spread());
             if (i + 1 == blocks) break;
             feeder.ring.release(stage);
@@ -119,7 +120,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
             if (i > 0 && i - 1 + C::kStages < blocks) {
                 const Stage before = stage.previous<C>();
                 feeder.ring.wait_until_free(before);
-                feeder.copy(i - 1 + C::kStages, before);
+                feeder.refill(i - 1 + C::kStages, before);
             }
             stage = stage.next<C>();
         }

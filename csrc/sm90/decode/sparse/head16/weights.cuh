@@ -32,7 +32,7 @@ constexpr uint32_t bf16x2_power_of_two(int exponent) { return ((127 + exponent) 
 
 // Where column c of 32 lies among B fragments of two k steps: lane (g, t) reads 16 bytes, of columns 2t, 2t + 1, 2t + 8,
 // 2t + 9 of either step. Column g of a fragment is a head, or has the same factors as the others.
-__device__ __forceinline__ int fragment_place(int column) {
+__device__ __forceinline__ uint32_t fragment_place(uint32_t column) {
     return column % 8 / 2 * 16 + column / 16 * 8 + column / 8 % 2 * 4 + column % 2 * 2;
 }
 
@@ -42,15 +42,24 @@ __device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
     return shared + C::kWeightOffset + stage.barrier / 8 * C::kWeightPlaceBytes;
 }
 
-// A key's scale becomes a factor of its weights: scale / 2^(the largest exponent of the warp's scales so far). In units of that power of two a value
-// warp accumulates. Where exponents have been further apart than kScaleSpread, f16 is too narrow: small weights may meet large scales and count, and
-// so may large weights and small scales. From then on the warp's weights are bf16, and so are its values. Keys whose scale is less than 2^-148
-// of the largest count nothing (V3.2: 2^-155). Subnormal fp32 scales all pass for 2^-127.
-inline constexpr int kScaleSpread = 8;
-inline constexpr int kLeastExponent = -127, kLargestExponent = 128;
+// A key's scale becomes a factor of its weights: scale / 2^exponent, in units of which power of two a value warp accumulates. At first exponents are
+// expected within kScaleRoom of that of the warp's first key; whatever is outside widens the range, whose upper end is the units'. Where it has become
+// wider than kScaleSpread, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From then on
+// the warp's weights are bf16, and so are its values. Keys whose scale is less than 2^-148 of a unit count nothing (V3.2: 2^-155). Subnormal fp32
+// scales all pass for 2^-127.
+inline constexpr int kScaleSpread = 8, kScaleRoom = 2;
 
 // 2^exponent up to 2^127; 0 below 2^-126.
 __device__ __forceinline__ float exp2_of_int(int exponent) { return __int_as_float(max(exponent + 127, 0) << 23); }
+
+// 2^power in two factors, of which the second is mostly 1: one alone may leave fp32's range. (2^-127 is subnormal.)
+struct PowerOfTwo {
+    float first, second;
+    __device__ __forceinline__ explicit PowerOfTwo(int power) {
+        const int most = min(power, 127);
+        first = most == -127 ? 0x1p-127f : exp2_of_int(most), second = exp2_of_int(power - most);
+    }
+};
 
 // ue8m0, V4: a biased exponent and nothing else.
 struct ExponentScale {
@@ -59,7 +68,7 @@ struct ExponentScale {
     bool counts = true;   // if it is a key's
 
     __device__ __forceinline__ explicit ExponentScale(uint32_t at) : exponent(static_cast<int>(ptx::ld_shared_u8(at)) - 127) {}
-    __device__ __forceinline__ float times_two_to(int power) const { return exp2_of_int(exponent + power); }
+    __device__ __forceinline__ float times_two_to(int power, const PowerOfTwo&) const { return exp2_of_int(exponent + power); }
 };
 // fp32, V3.2. What is no key has a scale of 0.
 struct FloatScale {
@@ -72,58 +81,62 @@ struct FloatScale {
         const int biased = __float_as_uint(scale) >> 23 & 0xff;
         exponent = biased == 255 ? 0 : biased - 127, counts = scale != 0.f;
     }
-    // In two steps, of which the second is mostly 1: one alone may leave fp32's range. (2^-127 is subnormal.)
-    __device__ __forceinline__ float times_two_to(int power) const {
-        const int first = min(power, 127);
-        return scale * (first == -127 ? 0x1p-127f : exp2_of_int(first)) * exp2_of_int(power - first);
-    }
+    __device__ __forceinline__ float times_two_to(int, const PowerOfTwo& two) const { return scale * two.first * two.second; }
 };
 
 // Of a value warp's own dims of e4m3, which have one scale per key: RoPE has none.
 template <class C>
 struct ValueScales {
     using Scale = std::conditional_t<C::kHasMantissa, FloatScale, ExponentScale>;
-    int exponent, least;   // the largest and the least so far, in uniform registers
+    int exponent = 0, span = 0;   // of the units in which the warp accumulates; how far below it scales may be so far
 
-    __device__ __forceinline__ void clear() { exponent = kLeastExponent, least = kLargestExponent; }
+    // When the first block's keys have come, by its first one, whether that is a key or not.
+    __device__ __forceinline__ void begin(uint32_t shared, const WarpRole<C>& role) {
+        const Scale first(shared + C::kRingOffset + C::kScaleInRow + role.value_scale_row * Scale::kBytes);
+        exponent = min(first.exponent + kScaleRoom, 127), span = exponent - (first.exponent - kScaleRoom);
+    }
     // Whether weights and values are bf16.
-    __device__ __forceinline__ bool are_spread() const { return least < exponent - kScaleSpread; }
+    __device__ __forceinline__ bool are_spread() const { return span > kScaleSpread; }
 
     // Where the factors of a block lie, of this warp alone: as B fragments, of which every column has the same.
     __device__ __forceinline__ static uint32_t factor_place(uint32_t shared, const WarpRole<C>& role) {
         return shared + C::kFactorOffset + role.value_warp * (C::kKeys * 2);
     }
-    // Works out the factors of a block whose keys have come, in f16 or bf16, in the same units, though weights in bf16 are less. Returns by what
-    // that which has been accumulated is to be multiplied: 1 mostly. A lane has columns 2l and 2l + 1, whose rows are four apart (see row_of_column);
-    // of 32 keys the upper lanes have the same as the lower ones.
-    __device__ __forceinline__ float prepare_factors(uint32_t shared, Stage stage, const WarpRole<C>& role, int lane) {
-        const int column = 2 * lane % C::kKeys;
+    // Works out the factors of a block whose keys have come, in f16 or bf16, in the same units, though weights in bf16 are less. Mostly all scales that
+    // count are in the range; else it grows, and what has been accumulated changes units.
+    // A lane has columns 2l and 2l + 1, whose rows are four apart (see row_of_column); of 32 keys the upper lanes have the same as the lower ones.
+    __device__ __forceinline__ void prepare_factors(Accumulator<C>& acc, uint32_t shared, Stage stage, const WarpRole<C>& role, int lane) {
+        const uint32_t column = 2u * lane % C::kKeys;
         const uint32_t at = shared + C::kRingOffset + stage.rows + row_of_column(column) * C::kRowPitch + C::kScaleInRow + role.value_scale_row * Scale::kBytes;
         Scale scale[2] = {Scale(at), Scale(at + 4 * C::kRowPitch)};
         if constexpr (!C::kHasMantissa) {
             const float2 mask = ptx::ld_shared_f32x2(shared + C::kMaskOffset + stage.mask<C>() + 4 * column);
             scale[0].counts = mask.x == 0.f, scale[1].counts = mask.y == 0.f;
         }
-        int largest = kLeastExponent, smallest = kLargestExponent;
+        const auto fits = [&](int i) { return !scale[i].counts || static_cast<uint32_t>(exponent - scale[i].exponent) <= static_cast<uint32_t>(span); };
+        if (!__all_sync(0xffffffffu, fits(0) && fits(1))) {
+            const int previous = exponent;
+            int largest = exponent, least = exponent - span;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (scale[i].counts) largest = max(largest, scale[i].exponent), smallest = min(smallest, scale[i].exponent);
+            for (int i = 0; i < 2; ++i) {
+                if (scale[i].counts) largest = max(largest, scale[i].exponent), least = min(least, scale[i].exponent);
+            }
+            exponent = __reduce_max_sync(0xffffffffu, largest), span = exponent - __reduce_min_sync(0xffffffffu, least);
+            acc.rescale(ptx::ex2(static_cast<float>(previous - exponent)));
         }
-        const int previous = exponent;
-        exponent = max(exponent, __reduce_max_sync(0xffffffffu, largest)), least = min(least, __reduce_min_sync(0xffffffffu, smallest));
-        const auto factor = [&](int i, int bias) { return scale[i].times_two_to(bias - exponent); };
-        const uint32_t pair = are_spread() ? ptx::cvt_bf16x2_f32(factor(0, kBias - kBf16Bias), factor(1, kBias - kBf16Bias))
-                                           : ptx::cvt_f16x2_f32(factor(0, 0), factor(1, 0));
+        const int power = (are_spread() ? kBias - kBf16Bias : 0) - exponent;
+        const PowerOfTwo by(power);
+        const float first = scale[0].times_two_to(power, by), second = scale[1].times_two_to(power, by);
+        const uint32_t pair = are_spread() ? ptx::cvt_bf16x2_f32(first, second) : ptx::cvt_f16x2_f32(first, second);
         __syncwarp();   // all lanes have had the last block's
         ptx::st_shared_u32(factor_place(shared, role) + column / 32 * 64 + fragment_place(column % 32), pair);
         __syncwarp();
-        return previous == exponent ? 1.f : ptx::ex2(static_cast<float>(previous - exponent));
     }
 };
 
 // By a value warp: the block's weights, times the factors of its own dims.
 template <class C>
-__device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t shared, uint32_t place, const ValueScales<C>& scales, const WarpRole<C>& role, int lane) {
+__device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t shared, uint32_t place, const ValueScales<C>& scales, const WarpRole<C>& role, uint32_t lane) {
     // Of the zero row every key weighs 2^0 (what is no key has zeros for V), in all columns of its group.
     constexpr uint32_t kOne = f16x2_power_of_two(kBias), kOneAsBf16 = bf16x2_power_of_two(kBf16Bias);
     constexpr int kPairs = C::kKeyGroups / 2;   // of k steps
@@ -143,9 +156,9 @@ __device__ __forceinline__ void take_weights(WeightFragments<C>& w, uint32_t sha
             }
         }
     };
-    if (role.value_is_rope) take(place + C::kWeightBytes, kOneAsBf16, [](uint32_t x, uint32_t) { return x; });
-    else if (scales.are_spread()) take(place + C::kWeightBytes, kOneAsBf16, [](uint32_t x, uint32_t f) { return ptx::mul_bf16x2(x, f); });
-    else take(place, kOne, [](uint32_t x, uint32_t f) { return ptx::mul_f16x2(x, f); });
+    if (!role.value_is_rope && !scales.are_spread()) take(place, kOne, [](uint32_t x, uint32_t f) { return ptx::mul_f16x2(x, f); });
+    else if (role.value_is_rope) take(place + C::kWeightBytes, kOneAsBf16, [](uint32_t x, uint32_t) { return x; });
+    else take(place + C::kWeightBytes, kOneAsBf16, [](uint32_t x, uint32_t f) { return ptx::mul_bf16x2(x, f); });
 }
 
 }  // namespace flash_mla::sm90::head16

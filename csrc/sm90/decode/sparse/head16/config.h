@@ -30,8 +30,10 @@ struct Config {
     static constexpr int kScoreWarps = 8, kValueWarps = 8;
     static constexpr int kWarps = kScoreWarps + kValueWarps;
     static constexpr int kThreads = 32 * kWarps;
-    // With much of Q in their hands, of V3.2 RoPE as well, score warps take registers over from the value warps, if these can spare them.
+    // With much of Q in their hands score warps take registers over from the value warps: of V3.2 RoPE as well, but beside a column group more, which
+    // value warps need registers for.
     static constexpr bool kMovesRegisters = kHeadGroups == 2;
+    static_assert(!kHasZeroColumn || kMovesRegisters);
     static constexpr int kScoreRegisters = Record::kRopeInV || kHasZeroColumn ? 152 : 160, kValueRegisters = 256 - kScoreRegisters;
 
     // Scores: a warp takes half of the dims (a part) of 8 or 16 keys.
@@ -139,6 +141,6 @@ __device__ __forceinline__ bool last_tile_is_rope(int part) {
 // Keys of an octet change places on their way into matrix products: column c of a product is row (c / 2) + 4 (c % 2).
 // The 16-byte loads of lanes (c, t) and (c + 1, t) then meet rows 4 apart, whose chunks t lie in different banks.
 __device__ __forceinline__ uint32_t row_of_column(uint32_t column) { return (column & ~7) | (column & 7) >> 1 | (column & 1) << 2; }
-__device__ __forceinline__ int column_of_row(int row) { return (row & ~7) | (row & 3) << 1 | (row >> 2 & 1); }
+__device__ __forceinline__ uint32_t column_of_row(uint32_t row) { return (row & ~7) | (row & 3) << 1 | (row >> 2 & 1); }
 
 }  // namespace flash_mla::sm90::head16

@@ -49,17 +49,18 @@ struct KeyFeeder {
         slot = address.load();   // always: a new value needs no register of the old one
     }
 
-    // Block i, if there is one, into its stage. Block by block.
+    // Block i of the first round, if there is one, into its stage. Block by block.
     __device__ __forceinline__ void copy(int i, Stage s) {
-        if (i >= blocks) return;
-        find_round_of(i);
-        copy_own(i, s, true);
+        if (i < blocks) copy_own(i, s, true);
     }
 
-    // The same when a stage is filled again. Where the value warps set the pace, one lane copies the rows, if all are keys: from lane to lane an
-    // instruction that needs uniform registers takes 52 cycles, and so 24. (At the start eight warps wait for the hardware either way.)
+    // Block i, which there is, into a stage that is filled again. A bulk copy takes its operands from uniform registers: lane by lane that is a loop of
+    // 52 cycles a key, from one lane 24. (At the start eight warps wait for the hardware either way.)
     __device__ __forceinline__ void refill(int i, Stage s) {
-        find_round_of(i);
+        if (i % C::kBlocksPerRound == 0) {
+            found = find_key<typename C::Record>(p, lists, place_in_round(i), slot);
+            load_next_slots(i + C::kBlocksPerRound);
+        }
         const bool together = C::kRefillsTogether && __all_sync(0xffffffffu, !is_own(i) || found.row != nullptr);
         if (together) ring.copy_rows(s, first_key, found, C::kKeysPerWarp * (i % C::kBlocksPerRound));
         copy_own(i, s, !together);
@@ -67,12 +68,6 @@ struct KeyFeeder {
 
    private:
     __device__ __forceinline__ bool is_own(int i) const { return block_of_round == i % C::kBlocksPerRound; }
-    __device__ __forceinline__ void find_round_of(int i) {
-        if (i % C::kBlocksPerRound == 0 && i > 0) {
-            found = find_key<typename C::Record>(p, lists, place_in_round(i), slot);
-            load_next_slots(i + C::kBlocksPerRound);
-        }
-    }
     __device__ __forceinline__ void copy_own(int i, Stage s, bool with_row) const {
         if (is_own(i)) ring.copy(s, C::kHasZeroColumn ? ptx::opaque(key) : key, found, with_row);
         __syncwarp();

@@ -45,7 +45,7 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     if (splits.rank == 0 && has_head && head < tile.heads) write_lse(head, lse);
     if (C::kHasZeroColumn && warp == 0) {
         const float zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
-        for (int row = C::kHeads + ptx::opaque(lane); row < tile.rows; row += 32) {   // (anew, or ptxas keeps the number from the sample's rows)
+        for (int row = C::kHeads + ptx::opaque(lane); row < tile.rows; row += 32) {   // (anew, or ptxas keeps a number of head64/padding.cuh)
             replace_sink(row, zero_lse);
             if (splits.rank == 0) write_lse(row, zero_lse);
         }
@@ -54,7 +54,7 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
 }
 
 // What a lane's accumulators count, of heads 2t and 2t + 1. Two factors, as their product alone may leave fp32's range: what the
-// split counts, and the exponent of the scales (see weights.cuh).
+// split counts, and the accumulators' units (see weights.cuh).
 template <class C>
 struct PartialWeight {
     float share[C::kColumnGroups][2], power;

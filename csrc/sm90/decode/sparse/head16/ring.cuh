@@ -1,7 +1,7 @@
 // Keys from global memory into the ring, as they are, some blocks ahead of their use.
 //
 // A copy is one instruction a key, but a warp starts one after the other, so the value warps share them: 4 or 8 keys of each
-// block, a lane a key. Whatever belongs to a key is that lane's work. feeder.cuh says when.
+// block, a lane a key. Whatever belongs to a key is that lane's work, but rows where copy_rows starts them. feeder.cuh says when.
 #pragma once
 #include <cmath>
 
@@ -60,7 +60,7 @@ struct Ring {
 
     // By the lane that has found the key: its row (or not, see copy_rows), its scales, and its mask, which makes the score of what is no key -inf. The row
     // of what is no key becomes zeros, so that whatever lies in its slot, NaN bytes too, has no effect.
-    __device__ __forceinline__ void copy(Stage s, int key, const KeyAddress& found, bool with_row = true) const {
+    __device__ __forceinline__ void copy(Stage s, int key, const KeyAddress& found, bool with_row) const {
         const uint32_t to = row(s, key), at = barrier(s);
         const bool valid = found.row != nullptr;
         if constexpr (Record::kScalesAfterRows) ptx::cp_async<8>(to + kRowBytes, found.row + found.scales_from_row, valid);

@@ -154,13 +154,13 @@ struct Softmax {
     }
 };
 
-// By a value warp, when the block has been weighed: whether references have moved, a byte of each score warp,
+// By a value warp, when the block has been weighed: whether references have moved, a byte of each score warp.
 template <class C>
 __device__ __forceinline__ uint2 load_updates(uint32_t place) {
     static_assert(C::kScoreWarps == 8);
     return ptx::ld_shared_v2(place + C::kUpdateFlagsOffset);
 }
-// and if any has, what it has accumulated of heads is rescaled.
+// If any has, what has been accumulated of heads is rescaled.
 template <class C>
 __device__ __forceinline__ void follow_updates(Accumulator<C>& acc, uint2 updates, uint32_t place, int lane) {
     if ((updates.x | updates.y) == 0) return;

@@ -43,23 +43,15 @@ __device__ __forceinline__ uint32_t weight_place(uint32_t shared, Stage stage) {
 }
 
 // A key's scale becomes a factor of its weights: scale / 2^exponent, in units of which power of two a value warp accumulates. At first exponents are
-// expected within kScaleRoom of that of the warp's first key; whatever is outside widens the range, whose upper end is the units'. Where it has become
-// wider than kScaleSpread, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From then on
-// the warp's weights are bf16, and so are its values. Keys whose scale is less than 2^-148 of a unit count nothing (V3.2: 2^-155). Subnormal fp32
-// scales all pass for 2^-127.
+// expected within kScaleRoom of that of the warp's first key; whatever is outside widens the range, whose upper end is the units'. If its ends come to
+// be further apart than kScaleSpread, f16 is too narrow: small weights may meet large scales and count, and so may large weights and small scales. From
+// then on the warp's weights are bf16, and so are its values. (So they are with a little less than that between the scales that there are.) Keys
+// whose scale is less than 2^-148 of a unit count nothing (V3.2: 2^-155). Subnormal fp32 scales all pass for 2^-127.
 inline constexpr int kScaleSpread = 8, kScaleRoom = 2;
+inline constexpr int kLeastExponent = -127, kLargestExponent = 128;
 
 // 2^exponent up to 2^127; 0 below 2^-126.
 __device__ __forceinline__ float exp2_of_int(int exponent) { return __int_as_float(max(exponent + 127, 0) << 23); }
-
-// 2^power in two factors, of which the second is mostly 1: one alone may leave fp32's range. (2^-127 is subnormal.)
-struct PowerOfTwo {
-    float first, second;
-    __device__ __forceinline__ explicit PowerOfTwo(int power) {
-        const int most = min(power, 127);
-        first = most == -127 ? 0x1p-127f : exp2_of_int(most), second = exp2_of_int(power - most);
-    }
-};
 
 // ue8m0, V4: a biased exponent and nothing else.
 struct ExponentScale {
@@ -68,7 +60,7 @@ struct ExponentScale {
     bool counts = true;   // if it is a key's
 
     __device__ __forceinline__ explicit ExponentScale(uint32_t at) : exponent(static_cast<int>(ptx::ld_shared_u8(at)) - 127) {}
-    __device__ __forceinline__ float times_two_to(int power, const PowerOfTwo&) const { return exp2_of_int(exponent + power); }
+    __device__ __forceinline__ float times_two_to(int power) const { return exp2_of_int(exponent + power); }
 };
 // fp32, V3.2. What is no key has a scale of 0.
 struct FloatScale {
@@ -81,22 +73,27 @@ struct FloatScale {
         const int biased = __float_as_uint(scale) >> 23 & 0xff;
         exponent = biased == 255 ? 0 : biased - 127, counts = scale != 0.f;
     }
-    __device__ __forceinline__ float times_two_to(int, const PowerOfTwo& two) const { return scale * two.first * two.second; }
+    // In two steps, of which the second is mostly 1: one alone may leave fp32's range. (2^-127 is subnormal.)
+    __device__ __forceinline__ float times_two_to(int power) const {
+        const int first = min(power, 127);
+        return scale * (first == -127 ? 0x1p-127f : exp2_of_int(first)) * exp2_of_int(power - first);
+    }
 };
 
 // Of a value warp's own dims of e4m3, which have one scale per key: RoPE has none.
 template <class C>
 struct ValueScales {
     using Scale = std::conditional_t<C::kHasMantissa, FloatScale, ExponentScale>;
-    int exponent = 0, span = 0;   // of the units in which the warp accumulates; how far below it scales may be so far
+    int exponent = 0, width = 0;   // the upper end of the range of exponents, of which the units are; how many it has
 
-    // When the first block's keys have come, by its first one, whether that is a key or not.
+    // When the first block's keys have come. What is no key looks like the least exponent, and leaves the range to the first one that is.
     __device__ __forceinline__ void begin(uint32_t shared, const WarpRole<C>& role) {
-        const Scale first(shared + C::kRingOffset + C::kScaleInRow + role.value_scale_row * Scale::kBytes);
-        exponent = min(first.exponent + kScaleRoom, 127), span = exponent - (first.exponent - kScaleRoom);
+        const int first = Scale(shared + C::kRingOffset + C::kScaleInRow + role.value_scale_row * Scale::kBytes).exponent;
+        exponent = first == kLeastExponent ? first : min(first + kScaleRoom, 127);
+        width = first == kLeastExponent ? 0 : exponent - (first - kScaleRoom) + 1;
     }
     // Whether weights and values are bf16.
-    __device__ __forceinline__ bool are_spread() const { return span > kScaleSpread; }
+    __device__ __forceinline__ bool are_spread() const { return width > kScaleSpread + 1; }
 
     // Where the factors of a block lie, of this warp alone: as B fragments, of which every column has the same.
     __device__ __forceinline__ static uint32_t factor_place(uint32_t shared, const WarpRole<C>& role) {
@@ -113,20 +110,19 @@ struct ValueScales {
             const float2 mask = ptx::ld_shared_f32x2(shared + C::kMaskOffset + stage.mask<C>() + 4 * column);
             scale[0].counts = mask.x == 0.f, scale[1].counts = mask.y == 0.f;
         }
-        const auto fits = [&](int i) { return !scale[i].counts || static_cast<uint32_t>(exponent - scale[i].exponent) <= static_cast<uint32_t>(span); };
+        const auto fits = [&](int i) { return !scale[i].counts || static_cast<uint32_t>(exponent - scale[i].exponent) < static_cast<uint32_t>(width); };
         if (!__all_sync(0xffffffffu, fits(0) && fits(1))) {
             const int previous = exponent;
-            int largest = exponent, least = exponent - span;
+            int largest = exponent, least = width == 0 ? kLargestExponent : exponent - width + 1;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 if (scale[i].counts) largest = max(largest, scale[i].exponent), least = min(least, scale[i].exponent);
             }
-            exponent = __reduce_max_sync(0xffffffffu, largest), span = exponent - __reduce_min_sync(0xffffffffu, least);
+            exponent = __reduce_max_sync(0xffffffffu, largest), width = exponent - __reduce_min_sync(0xffffffffu, least) + 1;
             acc.rescale(ptx::ex2(static_cast<float>(previous - exponent)));
         }
         const int power = (are_spread() ? kBias - kBf16Bias : 0) - exponent;
-        const PowerOfTwo by(power);
-        const float first = scale[0].times_two_to(power, by), second = scale[1].times_two_to(power, by);
+        const float first = scale[0].times_two_to(power), second = scale[1].times_two_to(power);
         const uint32_t pair = are_spread() ? ptx::cvt_bf16x2_f32(first, second) : ptx::cvt_f16x2_f32(first, second);
         __syncwarp();   // all lanes have had the last block's
         ptx::st_shared_u32(factor_place(shared, role) + column / 32 * 64 + fragment_place(column % 32), pair);

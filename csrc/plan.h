@@ -66,10 +66,10 @@ inline double blocks_of_longest_split(int64_t width, const Plan& plan) {
 inline double small_tiles_us(const Plan& plan, int64_t clusters, int64_t width, int num_sms) {
     const bool wide = plan.head_tile > 8, large_blocks = plan.block_keys == 64;
     const Waves waves = waves_of(clusters, plan.splits, num_sms);
-    const double start = 2.84 + 0.37 * waves.load + (wide ? 0.62 : 0.0);
-    const double merge = plan.splits == 1 ? 0.0 : 0.2 + 0.055 * plan.splits;
-    const double block = large_blocks ? (wide ? 1.32 : 1.19) + 0.24 * waves.load : (wide ? 0.84 : 0.76) + 0.11 * waves.load;
-    return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 3.57;
+    const double start = 2.66 + 0.61 * waves.load + (wide ? 0.46 : 0.0);
+    const double merge = plan.splits == 1 ? 0.0 : 0.19 + 0.046 * plan.splits;
+    const double block = large_blocks ? (wide ? 1.31 : 1.15) + 0.29 * waves.load : (wide ? 0.77 : 0.67) + 0.19 * waves.load;
+    return start + merge + waves.count * blocks_of_longest_split(width, plan) * block + (waves.count - 1) * 2.96;
 }
 
 // The same of all tiles of 64 rows, if none of them are padded.
@@ -83,8 +83,8 @@ inline double large_tiles_us(const Plan& plan, int64_t tokens, int64_t width, in
 // And of a tile of 64 rows a token whose rows from 16 on are zero: tiles of 16 and the zero row, whose 48 rows the splits share.
 inline double padded_large_tiles_us(const Plan& plan, int64_t tokens, int64_t width, int num_sms) {
     const Waves waves = waves_of(tokens, plan.splits, num_sms);
-    const double zero_row = 0.28 * waves.load + (plan.splits == 1 ? 2.88 : 0.12 + 2.37 / plan.splits);
-    return small_tiles_us({16, plan.splits, 64}, tokens, width, num_sms) + zero_row + waves.count * blocks_of_longest_split(width, plan) * 0.32;
+    const double zero_row = 0.04 * waves.load + (plan.splits == 1 ? 3.21 : 0.5 + 2.37 / plan.splits);
+    return small_tiles_us({16, plan.splits, 64}, tokens, width, num_sms) + zero_row + waves.count * blocks_of_longest_split(width, plan) * 0.3;
 }
 
 // The cheapest of the plans that a head tile offers, by a function that estimates one.

@@ -30,8 +30,8 @@ struct Config {
     static constexpr int kScoreWarps = 8, kValueWarps = 8;
     static constexpr int kWarps = kScoreWarps + kValueWarps;
     static constexpr int kThreads = 32 * kWarps;
-    // With much of Q in their hands score warps take registers over from the value warps: of V3.2 RoPE as well, but beside a column group more, which
-    // value warps need registers for.
+    // Score warps that hold 16 rows of Q take registers over from the value warps. V3.2's hold RoPE as well and take more, but not where the value warps
+    // have a column group more to accumulate.
     static constexpr bool kMovesRegisters = kHeadGroups == 2;
     static_assert(!kHasZeroColumn || kMovesRegisters);
     static constexpr int kScoreRegisters = Record::kRopeInV || kHasZeroColumn ? 152 : 160, kValueRegisters = 256 - kScoreRegisters;

@@ -25,7 +25,7 @@ struct KeyFeeder {
     __device__ __forceinline__ KeyFeeder(const SparseDecodeParams& params, uint32_t shared, const ClusterWork<C>& work, int cluster_rank,
                                          int value_warp, int lane)
         : p(params), ring{shared}, rank(cluster_rank), first_group(cluster_rank * params.groups_per_split),
-          first_key(C::kKeysPerWarp * value_warp), block_of_round(lane / C::kKeysPerWarp), key(C::kKeysPerWarp * value_warp + lane % C::kKeysPerWarp),
+          first_key(C::kKeysPerWarp * value_warp), block_of_round(lane / C::kKeysPerWarp), key(first_key + lane % C::kKeysPerWarp),
           lists(find_lists(params, work)),
           first_slot(params, lists, place_in_round(0)) {
         first_slot.at = ptx::opaque(first_slot.at);
@@ -55,7 +55,7 @@ struct KeyFeeder {
     }
 
     // Block i, which there is, into a stage that is filled again. A bulk copy takes its operands from uniform registers: lane by lane that is a loop of
-    // 52 cycles a key, from one lane 24. (At the start eight warps wait for the hardware either way.)
+    // 52 cycles a key, from one lane 24 (C::kRefillsTogether: where that pays). At the start eight warps wait for the hardware either way.
     __device__ __forceinline__ void refill(int i, Stage s) {
         if (i % C::kBlocksPerRound == 0) {
             found = find_key<typename C::Record>(p, lists, place_in_round(i), slot);

@@ -45,7 +45,8 @@ __device__ __forceinline__ void merge_sums(const SparseDecodeParams& p, const So
     if (splits.rank == 0 && has_head && head < tile.heads) write_lse(head, lse);
     if (C::kHasZeroColumn && warp == 0) {
         const float zero_lse = __shfl_sync(0xffffffffu, lse, softmax.kZeroLane);
-        for (int row = C::kHeads + ptx::opaque(lane); row < tile.rows; row += 32) {   // (anew, or ptxas keeps a number of head64/padding.cuh)
+        // (Opaque: or ptxas keeps the sum from the beginning, where the sample of head64/padding.cuh has the same, and spills.)
+        for (int row = C::kHeads + ptx::opaque(lane); row < tile.rows; row += 32) {
             replace_sink(row, zero_lse);
             if (splits.rank == 0) write_lse(row, zero_lse);
         }

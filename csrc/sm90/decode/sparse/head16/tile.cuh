@@ -97,7 +97,7 @@ __device__ __forceinline__ bool decode_tile(const SparseDecodeParams& p, char* s
         Accumulator<C> acc;
         acc.clear();
         ValueScales<C> scales;
-        if (blocks > 0) {   // (V4's RoPE has no scales, and uses none of this)
+        if (blocks > 0) {   // (ahead of the loop, for a branch less in it; V4's RoPE has no scales, and uses none of this)
             feeder.ring.wait(stage);
             scales.begin(shared_address, role);
         }

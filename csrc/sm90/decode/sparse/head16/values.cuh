@@ -42,6 +42,7 @@ struct Accumulator {
 
     // Of a block. `value_at`: this lane's row, for ldmatrix, of the warp's first dims in the first one.
     __device__ __forceinline__ void multiply(const WeightFragments<C>& w, uint32_t value_at, bool is_rope, bool as_bf16) {
+        // (The usual case first, here and in take_weights: ptxas lays the code out by that, and tiles of 8 rows are up to 1 % faster.)
         if (!is_rope && !as_bf16) multiply_e4m3<false>(w, value_at);
         else if (is_rope) multiply_bf16(w, value_at);
         else multiply_e4m3<true>(w, value_at);
